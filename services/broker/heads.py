@@ -1,0 +1,71 @@
+"""Calling the heads: one channel an epoch of an instance, and calls that are tried until the instance is gone."""
+
+from __future__ import annotations
+
+from stagemesh.services.broker.tickets import Close, Commit, Ticket
+from stagemesh.shared.codec.arrays import to_tuple
+from stagemesh.shared.codec.mesh import request_to_pb
+from stagemesh.shared.core.directory import InstanceInfo
+from stagemesh.shared.core.identity import InstanceRef
+from stagemesh.shared.errors import PeerLost
+from stagemesh.shared.pb import instance_pb2
+from stagemesh.shared.rpc.client import Client
+
+INSTANCE = instance_pb2.DESCRIPTOR.services_by_name["Instance"]
+CALL_TIMEOUT_S = 2.0
+MARGIN_S = 0.25  # the asker's deadline is later than the head's by this
+
+
+class Heads:
+    """Those that have joined."""
+
+    def __init__(self) -> None:
+        self._clients: dict[InstanceRef, Client] = {}
+
+    def add(self, info: InstanceInfo) -> None:
+        if info.ref not in self._clients:
+            self._clients[info.ref] = Client(info.address, INSTANCE)
+
+    async def remove(self, ref: InstanceRef) -> None:
+        client = self._clients.pop(ref, None)
+        if client is not None:
+            await client.__aexit__(None, None, None)
+
+    async def close(self) -> None:
+        for ref in list(self._clients):
+            await self.remove(ref)
+
+    async def reserve(self, ticket: Ticket, timeout_s: float) -> tuple[int, ...]:
+        request = instance_pb2.ReservePagesRequest(
+            ticket_id=ticket.ticket_id,
+            request=request_to_pb(ticket.request),
+            prompt_tokens=ticket.prompt_tokens,
+            max_tokens=ticket.max_tokens,
+            epoch=ticket.decode.epoch,
+        )
+        client = self._client(ticket.decode)
+        reply = await client.call("ReservePages", request, timeout_s=max(0.05, timeout_s - MARGIN_S))
+        return to_tuple(reply.pages)
+
+    async def commit(self, action: Commit) -> bool:
+        ticket = action.ticket
+        request = instance_pb2.CommitTicketRequest(ticket_id=ticket.ticket_id, epoch=ticket.decode.epoch)
+        reply = await self._client(ticket.decode).call("CommitTicket", request, timeout_s=CALL_TIMEOUT_S)
+        return bool(reply.accepted)
+
+    async def close_ticket(self, action: Close) -> bool:
+        """True if a prefill head says that its stages have nothing in flight and never will."""
+        request = instance_pb2.CloseTicketRequest(
+            ticket_id=action.ticket.ticket_id,
+            reason=action.ticket.reason,
+            quiesced=action.quiesced,
+            epoch=action.instance.epoch,
+        )
+        reply = await self._client(action.instance).call("CloseTicket", request, timeout_s=CALL_TIMEOUT_S)
+        return bool(reply.quiescent)
+
+    def _client(self, ref: InstanceRef) -> Client:
+        client = self._clients.get(ref)
+        if client is None:
+            raise PeerLost(f"{ref} is gone")
+        return client

@@ -1,0 +1,254 @@
+"""The broker as a process: the directory and the tickets behind gRPC.
+
+A head's Join stream is its presence: when it ends without a word, or is silent for LOST_AFTER_S, the instance is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from stagemesh.services.broker.directory import Directory
+from stagemesh.services.broker.heads import Heads
+from stagemesh.services.broker.tickets import Action, Close, Commit, TicketBook, WriterOutcome, spans_of
+from stagemesh.services.broker.watchers import Updates, Watchers
+from stagemesh.shared.codec.arrays import to_bytes
+from stagemesh.shared.codec.mesh import instance_from_pb, ref_from_pb, stage_to_pb
+from stagemesh.shared.config import Config
+from stagemesh.shared.core.directory import InstanceInfo, Role, mismatch
+from stagemesh.shared.core.identity import InstanceRef, RequestRef
+from stagemesh.shared.errors import Bug, Cancelled, PeerLost, ProtocolViolation, Rejected, Retryable, StagemeshError
+from stagemesh.shared.fsm.ticket import TicketState
+from stagemesh.shared.obs.log import Log, choose_form, configure
+from stagemesh.shared.obs.trace import Tracer
+from stagemesh.shared.pb import broker_pb2
+from stagemesh.shared.rpc.broker import BROKER, RESERVE_TIMEOUT_S
+from stagemesh.shared.rpc.inspect import INSPECT, InspectService
+from stagemesh.shared.rpc.server import Server
+from stagemesh.shared.runtime.backoff import retry
+from stagemesh.shared.runtime.loop import LagSampler
+from stagemesh.shared.runtime.loop import run as run_loop
+from stagemesh.shared.runtime.notify import Notifier
+from stagemesh.shared.runtime.service import Child, run_service
+from stagemesh.shared.runtime.tasks import Tasks
+
+LOST_AFTER_S = 2.0
+
+
+class BrokerService:
+    """A `Service`, and the Broker service of the wire."""
+
+    def __init__(self, config: Config, log: Log) -> None:
+        self._config, self._log = config, log
+        self._tracer, self._lag, self._tasks = Tracer("broker"), LagSampler(), Tasks()
+        self._directory, self._heads = Directory(), Heads()
+        self._watchers = Watchers(self._directory)
+        self._tickets = TicketBook(secrets.token_hex(4))
+        self._address: str | None = None
+
+    @property
+    def address(self) -> str | None:
+        return self._address
+
+    async def start(self, stack: AsyncExitStack) -> list[Child]:
+        stack.callback(self._tasks.close)
+        stack.push_async_callback(self._heads.close)
+        server = Server({BROKER: self, INSPECT: InspectService(self, self._tracer, self._peers)})
+        self._address = await server.start(self._config.broker.listen)
+        stack.push_async_callback(server.stop)
+        await server.set_serving(True)
+        self._log.info("broker is up", address=self._address)
+        return [self._tasks.run(), self._lag.run()]
+
+    async def withdraw(self) -> None:
+        """Heads and routers leave first; there is nothing to refuse."""
+
+    async def idle(self) -> None:
+        """Tickets are the heads' business: they have drained before the broker is told to stop."""
+
+    # -- the directory --
+
+    async def Join(self, reports: AsyncIterator[broker_pb2.InstanceReport], context: Any) -> None:  # noqa: N802
+        ref: InstanceRef | None = None
+        leaving = False
+        updates = self._watchers.add()
+        try:
+            async with asyncio.TaskGroup() as group:
+                sender = group.create_task(_send(updates, context))
+                while (report := await _next_report(reports)) is not None:
+                    info = instance_from_pb(report.info)
+                    ref, leaving = info.ref, report.leaving
+                    self._report(info)
+                sender.cancel()
+        finally:
+            self._watchers.remove(updates)
+            if ref is not None:
+                self._tasks.spawn(self._gone(ref, leaving=leaving))
+
+    async def Watch(  # noqa: N802
+        self, request: broker_pb2.WatchRequest, context: Any
+    ) -> AsyncIterator[broker_pb2.DirectoryUpdate]:
+        updates = self._watchers.add()
+        try:
+            while (update := await updates.get()) is not None:
+                yield update
+        finally:
+            self._watchers.remove(updates)
+
+    def _report(self, info: InstanceInfo) -> None:
+        known = self._directory.get(info.ref)
+        change = self._directory.report(info)
+        if change is None:
+            raise ProtocolViolation(f"{info.ref} has been replaced by a later epoch")
+        if known is None:
+            self._heads.add(info)
+            self._log.info("an instance has joined", instance_name=info.ref.name, instance_epoch=info.ref.epoch)
+        self._watchers.tell(change)
+        for replaced in change.removed:
+            self._lose(replaced)
+
+    async def _gone(self, ref: InstanceRef, *, leaving: bool) -> None:
+        change = self._directory.remove(ref)
+        if change is None:
+            return
+        said = self._log.info if leaving else self._log.warning
+        said("an instance has left" if leaving else "an instance is lost", instance_name=ref.name)
+        self._watchers.tell(change)
+        self._lose(ref)
+        await self._heads.remove(ref)
+
+    def _lose(self, ref: InstanceRef) -> None:
+        self._carry_out(self._tickets.lose(ref))
+
+    def _peers(self) -> Mapping[str, str]:
+        stages = {f"{info.ref.name}/{s.pp_rank}": s.address for info in self._directory for s in info.stages}
+        return {"broker": self._address or "", **stages}
+
+    # -- tickets --
+
+    async def OpenTicket(  # noqa: N802
+        self, request: broker_pb2.OpenTicketRequest, context: Any
+    ) -> broker_pb2.OpenTicketReply:
+        prefill = self._instance(ref_from_pb(request.prefill), Role.PREFILL)
+        decode = self._instance(ref_from_pb(request.decode), Role.DECODE)
+        if (difference := mismatch(prefill.manifest, decode.manifest)) is not None:
+            raise Rejected("manifest", f"{prefill.ref} and {decode.ref} do not fit: {difference}")
+        ref = RequestRef(request.request_id, request.attempt)
+        ticket = self._tickets.open(ref, prefill, decode, request.prompt_tokens, request.max_tokens)
+        return broker_pb2.OpenTicketReply(ticket_id=ticket.ticket_id)
+
+    async def Reserve(  # noqa: N802
+        self, request: broker_pb2.ReserveRequest, context: Any
+    ) -> broker_pb2.ReserveReply:
+        ticket = self._tickets.get(request.ticket_id)
+        remaining_s = context.time_remaining()
+        pages = await self._heads.reserve(ticket, RESERVE_TIMEOUT_S if remaining_s is None else remaining_s)
+        if ticket.state not in (TicketState.OPENED, TicketState.RESERVED):
+            raise Cancelled(f"ticket {ticket.ticket_id} is closed: {ticket.reason}")
+        self._tickets.reserved(ticket)
+        decode = self._directory.get(ticket.decode)
+        if decode is None:
+            raise Cancelled(f"ticket {ticket.ticket_id}: {ticket.decode} is lost")
+        return broker_pb2.ReserveReply(pages=to_bytes(pages), targets=[stage_to_pb(s) for s in decode.stages])
+
+    async def Fill(self, request: broker_pb2.FillRequest, context: Any) -> broker_pb2.FillReply:  # noqa: N802
+        self._tickets.fill(self._tickets.get(request.ticket_id))
+        return broker_pb2.FillReply()
+
+    async def ReportWriter(  # noqa: N802
+        self, request: broker_pb2.WriterReport, context: Any
+    ) -> broker_pb2.WriterReportReply:
+        ticket = self._tickets.get(request.ticket_id)
+        if ref_from_pb(request.instance) != ticket.prefill:
+            raise ProtocolViolation(f"ticket {ticket.ticket_id} is not written by {ref_from_pb(request.instance)}")
+        spans = spans_of((p.target_rank, p.first_page, p.last_page) for p in request.pieces)
+        outcome = WriterOutcome(spans, request.error, request.in_doubt)
+        self._carry_out(self._tickets.report(ticket, request.pp_rank, outcome))
+        return broker_pb2.WriterReportReply()
+
+    async def FailTicket(  # noqa: N802
+        self, request: broker_pb2.FailTicketRequest, context: Any
+    ) -> broker_pb2.FailTicketReply:
+        try:
+            ticket = self._tickets.get(request.ticket_id)
+        except Cancelled:
+            return broker_pb2.FailTicketReply()
+        self._carry_out(self._tickets.fail(ticket, request.reason, quiescent=request.quiescent))
+        return broker_pb2.FailTicketReply()
+
+    def _instance(self, ref: InstanceRef, role: Role) -> InstanceInfo:
+        info = self._directory.get(ref)
+        if info is None:
+            raise Retryable(f"{ref} is not there (any more)")
+        if info.role is not role:
+            raise Rejected("instance", f"{ref} is a {info.role.value} instance, not {role.value}")
+        return info
+
+    # -- what follows --
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            self._tasks.spawn(self._commit(action) if isinstance(action, Commit) else self._close(action))
+
+    async def _commit(self, action: Commit) -> None:
+        ticket = action.ticket
+        try:
+            await retry(lambda: self._heads.commit(action))
+        except PeerLost:
+            return  # its tickets have failed with it
+        self._tickets.release(ticket)
+
+    async def _close(self, action: Close) -> None:
+        ticket = action.ticket
+        try:
+            quiescent = await retry(lambda: self._heads.close_ticket(action))
+        except PeerLost:
+            return
+        except StagemeshError as error:
+            self._log.warning("a head refused to close a ticket", ticket_id=ticket.ticket_id, error=str(error))
+            return
+        if quiescent and ticket.state is TicketState.QUIESCING and action.instance == ticket.prefill:
+            self._carry_out(self._tickets.fail(ticket, ticket.reason, quiescent=True))
+
+    # -- views --
+
+    def check_integrity(self) -> None:
+        if sum(self._tickets.by_state().values()) != len(self._tickets) or self._tickets.by_state()["closed"]:
+            raise Bug(f"tickets do not add up: {self._tickets.by_state()}")
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        return {"tickets": len(self._tickets), "tasks": len(self._tasks)}
+
+    @property
+    def gauges(self) -> Mapping[str, int]:
+        states = {f"tickets_{state}": count for state, count in self._tickets.by_state().items()}
+        outcomes = {f"closed_{outcome}": count for outcome, count in self._tickets.closed_by_outcome.items()}
+        return {**states, **outcomes, "instances": len(list(self._directory)), "watchers": len(self._watchers)}
+
+
+async def _next_report(reports: AsyncIterator[broker_pb2.InstanceReport]) -> broker_pb2.InstanceReport | None:
+    """None at the end of the stream, and when nothing has come for too long."""
+    try:
+        async with asyncio.timeout(LOST_AFTER_S):
+            return await anext(reports, None)
+    except TimeoutError:
+        return None
+
+
+async def _send(updates: Updates, context: Any) -> None:
+    while (update := await updates.get()) is not None:
+        await context.write(update)
+
+
+def run(config: Config, instance: str | None = None, pp_rank: int | None = None) -> None:
+    """Runs the broker until it is told to stop."""
+    log = configure("broker", form=choose_form(os.environ, sys.stderr))
+    notifier = Notifier.from_environ(os.environ)
+    service = BrokerService(config, log)
+    run_loop(run_service(service, drain_timeout_s=config.engine.drain_timeout_s, notifier=notifier))

@@ -1,0 +1,213 @@
+"""The tickets of KV transfers. Pure: events in, calls to heads out.
+
+A ticket commits when every writer has reported every piece. Pieces are identified, by leg and page of the prompt, not
+counted. One failure fails it, and both legs are told at once; its pages are free again once every writer has said that
+it has nothing in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from stagemesh.shared.core.directory import InstanceInfo
+from stagemesh.shared.core.identity import InstanceRef, RequestRef
+from stagemesh.shared.core.layers import Leg, plan_legs
+from stagemesh.shared.engine.pages import pages_for
+from stagemesh.shared.errors import Cancelled, ProtocolViolation
+from stagemesh.shared.fsm.ticket import TICKET, TicketEvent, TicketState
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSpan:
+    """Pages [first, last) of the prompt, at decode stage `target`."""
+
+    target: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriterOutcome:
+    """What a writer has reported. `in_doubt`: bytes may still arrive."""
+
+    spans: tuple[PieceSpan, ...]
+    error: str = ""
+    in_doubt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Tell the decode head that all KV is there."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Tell `instance` that the ticket has failed; with `quiesced`, that nothing will write to its pages any more."""
+
+    ticket: Ticket
+    instance: InstanceRef
+    quiesced: bool
+
+
+Action = Commit | Close
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    ticket_id: str
+    request: RequestRef
+    prefill: InstanceRef
+    decode: InstanceRef
+    prompt_tokens: int
+    max_tokens: int
+    num_pages: int
+    legs: tuple[Leg, ...]
+    num_writers: int
+    state: TicketState = TICKET.initial
+    reason: str = ""
+    outcomes: dict[int, WriterOutcome] = field(default_factory=dict)
+
+    def move(self, event: TicketEvent) -> None:
+        self.state = TICKET.advance(f"ticket {self.ticket_id}", self.state, event)
+
+    @property
+    def settled(self) -> bool:
+        """Every writer has said that it has nothing in flight."""
+        reported = len(self.outcomes) == self.num_writers
+        return reported and not any(outcome.in_doubt for outcome in self.outcomes.values())
+
+    def missing(self) -> str:
+        """The first leg with a page that no writer has reported, or an empty string."""
+        for leg in self.legs:
+            spans = self.outcomes[leg.writer].spans
+            written = {page for s in spans if s.target == leg.target for page in range(s.first, s.last)}
+            if written != set(range(self.num_pages)):
+                return f"stage {leg.writer} has not written all pages to stage {leg.target}"
+        return ""
+
+
+class TicketBook:
+    """All tickets that are not closed."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix, self._opened = prefix, 0
+        self._tickets: dict[str, Ticket] = {}
+        self.closed_by_outcome = {"committed": 0, "failed": 0}
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def open(
+        self, request: RequestRef, prefill: InstanceInfo, decode: InstanceInfo, prompt_tokens: int, max_tokens: int
+    ) -> Ticket:
+        self._opened += 1
+        ticket = Ticket(
+            ticket_id=f"{self._prefix}-{self._opened}",
+            request=request,
+            prefill=prefill.ref,
+            decode=decode.ref,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            num_pages=pages_for(prompt_tokens, decode.manifest.page_size),
+            legs=plan_legs([s.layers for s in prefill.stages], [s.layers for s in decode.stages]),
+            num_writers=len(prefill.stages),
+        )
+        self._tickets[ticket.ticket_id] = ticket
+        return ticket
+
+    def get(self, ticket_id: str) -> Ticket:
+        """Raises Cancelled for a ticket that is closed, or never was."""
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None:
+            raise Cancelled(f"ticket {ticket_id} is closed")
+        return ticket
+
+    def reserved(self, ticket: Ticket) -> None:
+        """The decode side has set pages aside. Asked again for pages it has, it says so again."""
+        if ticket.state is not TicketState.RESERVED:
+            ticket.move(TicketEvent.RESERVE)
+
+    def fill(self, ticket: Ticket) -> None:
+        if ticket.state is not TicketState.FILLING:  # the announcement may come twice: its first answer was lost
+            ticket.move(TicketEvent.FILL)
+
+    def report(self, ticket: Ticket, pp_rank: int, outcome: WriterOutcome) -> list[Action]:
+        """A writer has nothing in flight any more. Raises ProtocolViolation for a writer that the ticket has not."""
+        if not 0 <= pp_rank < ticket.num_writers:
+            raise ProtocolViolation(f"ticket {ticket.ticket_id} has no writer {pp_rank}")
+        if ticket.state not in (TicketState.FILLING, TicketState.QUIESCING):
+            raise ProtocolViolation(f"ticket {ticket.ticket_id} is {ticket.state.value}: no writer reports now")
+        ticket.outcomes[pp_rank] = outcome
+        actions: list[Action] = []
+        if ticket.state is TicketState.FILLING and outcome.error:
+            actions += self.fail(ticket, f"prefill stage {pp_rank}: {outcome.error}")
+        elif ticket.state is TicketState.FILLING and ticket.settled:
+            if missing := ticket.missing():
+                return self.fail(ticket, missing)
+            ticket.move(TicketEvent.COMMIT)
+            return [Commit(ticket)]
+        return actions + self._close_if_settled(ticket)
+
+    def fail(self, ticket: Ticket, reason: str, *, quiescent: bool = False) -> list[Action]:
+        """Nobody will use it. `quiescent`: the writers have nothing in flight and never will."""
+        if ticket.state is TicketState.COMMITTED:
+            return []
+        first = ticket.state is not TicketState.QUIESCING
+        if first:
+            ticket.reason = reason
+            ticket.move(TicketEvent.FAIL)
+        if quiescent:
+            ticket.outcomes = {rank: WriterOutcome((), reason) for rank in range(ticket.num_writers)}
+        if ticket.state is TicketState.CLOSED:
+            return [self._close(ticket), Close(ticket, ticket.prefill, quiesced=True)]
+        told: list[Action] = [Close(ticket, leg, quiesced=False) for leg in (ticket.prefill, ticket.decode)]
+        return (told if first else []) + self._close_if_settled(ticket)
+
+    def release(self, ticket: Ticket) -> None:
+        """The decode head has taken the pages over, or given them back."""
+        if self._tickets.get(ticket.ticket_id) is not ticket:
+            return  # the decode instance was lost meanwhile
+        ticket.move(TicketEvent.RELEASE)
+        self.closed_by_outcome["committed"] += 1
+        del self._tickets[ticket.ticket_id]
+
+    def lose(self, ref: InstanceRef) -> list[Action]:
+        """An instance is gone: its tickets fail. What the other side holds for them waits for proof."""
+        actions: list[Action] = []
+        for ticket in [t for t in self._tickets.values() if ref in (t.prefill, t.decode)]:
+            if ticket.decode == ref:
+                actions += self._lose_decode(ticket)
+            else:
+                actions += self.fail(ticket, f"{ref} is lost")
+        return actions
+
+    def _lose_decode(self, ticket: Ticket) -> list[Action]:
+        """Its pages are gone with it: nothing is left to be protected."""
+        self.closed_by_outcome["failed"] += 1
+        del self._tickets[ticket.ticket_id]
+        ticket.reason = ticket.reason or f"{ticket.decode} is lost"
+        return [Close(ticket, ticket.prefill, quiesced=True)]
+
+    def _close_if_settled(self, ticket: Ticket) -> list[Action]:
+        if ticket.state is not TicketState.QUIESCING or not ticket.settled:
+            return []
+        ticket.move(TicketEvent.QUIESCED)
+        return [self._close(ticket)]
+
+    def _close(self, ticket: Ticket) -> Close:
+        self.closed_by_outcome["failed"] += 1
+        del self._tickets[ticket.ticket_id]
+        return Close(ticket, ticket.decode, quiesced=True)
+
+    def by_state(self) -> dict[str, int]:
+        counts = dict.fromkeys((state.value for state in TicketState), 0)
+        for ticket in self._tickets.values():
+            counts[ticket.state.value] += 1
+        return counts
+
+
+def spans_of(pieces: Iterable[tuple[int, int, int]]) -> tuple[PieceSpan, ...]:
+    return tuple(PieceSpan(target, first, last) for target, first, last in pieces)

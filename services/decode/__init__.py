@@ -1,0 +1,1 @@
+"""A stage of a decode instance; its rank 0 hosts the head."""

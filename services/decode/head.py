@@ -1,0 +1,141 @@
+"""The head of a decode instance: its scheduler, and what follows from the scheduler's decisions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from stagemesh.shared.codec.arrays import to_bytes
+from stagemesh.shared.codec.commands import sampling_from_pb
+from stagemesh.shared.codec.mesh import request_from_pb
+from stagemesh.shared.core.commands import Ints
+from stagemesh.shared.core.directory import InstanceLoad
+from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.engine.schedule.decode import DecodeScheduler
+from stagemesh.shared.errors import Cancelled, ProtocolViolation, StagemeshError
+from stagemesh.shared.pb import instance_pb2
+from stagemesh.shared.runtime.backoff import retry
+from stagemesh.shared.stage.head import Head, HeadContext
+
+
+class DecodeHead(Head):
+    """Answers the broker's reservations when there are pages; joins what is committed; streams tokens a step at a
+    time."""
+
+    def __init__(self, context: HeadContext, scheduler: DecodeScheduler) -> None:
+        super().__init__(context)
+        self._scheduler = scheduler
+        self._reserving: dict[str, asyncio.Future[tuple[int, ...]]] = {}
+        self._admitted: dict[str, tuple[int, ...]] = {}  # until the ticket commits or closes: an asked-again answer
+
+    # -- events --
+
+    def on_result(self, step: int, token_ids: Ints) -> None:
+        self._context.tracer.mark("result", step=step)
+        self._context.executor.sampled(step, token_ids)
+        self._scheduler.result(step, token_ids)
+        self._context.executor.forget_sampled_before(self._scheduler.oldest_source)
+        self.wake()
+
+    def on_applied(self, number: int) -> None:
+        self._scheduler.applied(number)
+        self.wake()
+
+    def on_settled(self, ticket_id: str, pp_rank: int) -> None:
+        raise ProtocolViolation("a decode stage has nothing to settle")
+
+    def on_submit(self, submit: instance_pb2.SessionUp.Submit) -> None:
+        request = request_from_pb(submit.request)
+        self._scheduler.submit(request, sampling_from_pb(submit.sampling), submit.prompt_tokens, submit.ticket_id)
+        self.wake()
+
+    def on_first_token(self, request: RequestRef, token_id: int) -> None:
+        self._scheduler.first_token(request, token_id)
+        self.wake()
+
+    def on_abort(self, request: RequestRef) -> None:
+        if (ticket_id := self._scheduler.abort(request)) is not None:
+            self._context.spawn(self._fail(ticket_id))
+        self.wake()
+
+    # -- the broker's calls --
+
+    async def ReservePages(  # noqa: N802
+        self, request: instance_pb2.ReservePagesRequest, context: Any
+    ) -> instance_pb2.ReservePagesReply:
+        """Waits until there are pages. Asked again for the same ticket, it gives the same pages."""
+        self._check_epoch(request.epoch)
+        ticket_id = request.ticket_id
+        pages = self._admitted.get(ticket_id)
+        if pages is None:
+            pages = await self._reserve(ticket_id, request_from_pb(request.request))
+        return instance_pb2.ReservePagesReply(pages=to_bytes(pages))
+
+    async def _reserve(self, ticket_id: str, request: RequestRef) -> tuple[int, ...]:
+        if ticket_id in self._reserving:
+            raise ProtocolViolation(f"ticket {ticket_id} is being reserved already")
+        answer: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
+        self._reserving[ticket_id] = answer
+        self._scheduler.reserve(ticket_id, request)
+        self.wake()
+        try:
+            return await answer
+        finally:
+            del self._reserving[ticket_id]
+            self._scheduler.cancel_reserve(ticket_id)
+            self.wake()
+
+    async def CommitTicket(  # noqa: N802
+        self, request: instance_pb2.CommitTicketRequest, context: Any
+    ) -> instance_pb2.CommitTicketReply:
+        self._check_epoch(request.epoch)
+        self._admitted.pop(request.ticket_id, None)
+        accepted = self._scheduler.commit(request.ticket_id)
+        self._context.tracer.mark("committed", ticket=request.ticket_id)
+        self.wake()
+        return instance_pb2.CommitTicketReply(accepted=accepted)
+
+    async def CloseTicket(  # noqa: N802
+        self, request: instance_pb2.CloseTicketRequest, context: Any
+    ) -> instance_pb2.CloseTicketReply:
+        self._check_epoch(request.epoch)
+        if request.quiesced:
+            self._admitted.pop(request.ticket_id, None)
+        answer = self._reserving.get(request.ticket_id)
+        if answer is not None and not answer.done():
+            answer.set_exception(Cancelled(f"ticket {request.ticket_id}: {request.reason}"))
+        self._scheduler.close_ticket(request.ticket_id, quiesced=request.quiesced, reason=request.reason)
+        self.wake()
+        return instance_pb2.CloseTicketReply()
+
+    # -- the pump --
+
+    def pump(self) -> None:
+        actions = self._scheduler.poll()
+        self._issue(actions.commands)
+        self._sessions.deliver(actions.outputs)
+        for admission in actions.admissions:
+            self._admitted[admission.ticket_id] = admission.pages
+            answer = self._reserving.get(admission.ticket_id)
+            if answer is not None and not answer.done():
+                answer.set_result(admission.pages)
+
+    async def _fail(self, ticket_id: str) -> None:
+        try:
+            await retry(lambda: self._context.broker.fail_ticket(ticket_id, "aborted"))
+        except StagemeshError as error:
+            self._context.log.warning("the broker knows no such ticket", ticket_id=ticket_id, error=str(error))
+
+    # -- views --
+
+    @property
+    def load(self) -> InstanceLoad:
+        return self._scheduler.load
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        return {**self._scheduler.held, "requests": self._sessions.num_requests, "admitted": len(self._admitted)}
+
+    def check_integrity(self) -> None:
+        self._scheduler.check_integrity()

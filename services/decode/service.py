@@ -1,0 +1,31 @@
+"""A decode stage as a process."""
+
+from __future__ import annotations
+
+from stagemesh.services.decode.head import DecodeHead
+from stagemesh.shared.config import Config
+from stagemesh.shared.engine.schedule.decode import DecodeScheduler
+from stagemesh.shared.stage.head import Head, HeadContext
+from stagemesh.shared.stage.process import run_stage
+from stagemesh.shared.stage.stage import StageLimits
+
+
+def run(config: Config, instance: str | None, pp_rank: int | None) -> None:
+    """Runs stage `pp_rank` of `instance` until it is told to stop."""
+    engine = config.engine
+
+    def make_head(context: HeadContext) -> Head:
+        scheduler = DecodeScheduler(
+            num_pages=context.info.manifest.num_pages,
+            page_size=engine.page_size,
+            num_microbatches=len(context.info.stages) + engine.extra_depth,
+            max_running=engine.max_running,
+            run_ahead=engine.run_ahead,
+        )
+        return DecodeHead(context, scheduler)
+
+    def limits(pp_size: int) -> StageLimits:
+        steps = pp_size + engine.extra_depth + engine.run_ahead
+        return StageLimits(step_tokens=engine.max_running, num_slots=engine.ring_slots or steps)
+
+    run_stage(config, instance, pp_rank, role="decode", make_head=make_head, limits=limits)

@@ -1,0 +1,9 @@
+"""`python -m stagemesh.services.prefill --config F --instance I --rank R`."""
+
+import sys
+
+from stagemesh.shared.cli.main import main
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "prefill")
+    main()

@@ -1,0 +1,127 @@
+"""The head of a prefill instance: its scheduler, and what follows from the scheduler's decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stagemesh.shared.codec.arrays import to_array
+from stagemesh.shared.codec.commands import sampling_from_pb
+from stagemesh.shared.codec.mesh import request_from_pb
+from stagemesh.shared.core.commands import Ints
+from stagemesh.shared.core.directory import InstanceLoad
+from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.engine.schedule.prefill import FailedTicket, PrefillScheduler
+from stagemesh.shared.errors import ProtocolViolation, Retryable, StagemeshError
+from stagemesh.shared.pb import instance_pb2
+from stagemesh.shared.runtime.backoff import retry
+from stagemesh.shared.stage.head import Head, HeadContext
+
+
+class PrefillHead(Head):
+    """Asks the broker for pages just before a prompt starts; streams first tokens; frees pages when KV has been sent."""
+
+    def __init__(self, context: HeadContext, scheduler: PrefillScheduler) -> None:
+        super().__init__(context)
+        self._scheduler = scheduler
+
+    # -- events --
+
+    def on_result(self, step: int, token_ids: Ints) -> None:
+        self._context.tracer.mark("result", step=step)
+        self._scheduler.result(step, token_ids)
+        self.wake()
+
+    def on_applied(self, number: int) -> None:
+        self._scheduler.applied(number)
+        self.wake()
+
+    def on_settled(self, ticket_id: str, pp_rank: int) -> None:
+        self._scheduler.settled(ticket_id, pp_rank)
+        self.wake()
+
+    def on_submit(self, submit: instance_pb2.SessionUp.Submit) -> None:
+        request, sampling = request_from_pb(submit.request), sampling_from_pb(submit.sampling)
+        tokens = to_array(submit.token_ids)
+        self._scheduler.submit(request, sampling, tokens, submit.ticket_id, submit.decode_instance)
+        self.wake()
+
+    def on_first_token(self, request: RequestRef, token_id: int) -> None:
+        raise ProtocolViolation("a prefill instance makes first tokens, it takes none")
+
+    def on_abort(self, request: RequestRef) -> None:
+        self._scheduler.abort(request)
+        self.wake()
+
+    # -- the broker's calls --
+
+    async def ReservePages(  # noqa: N802
+        self, request: instance_pb2.ReservePagesRequest, context: Any
+    ) -> instance_pb2.ReservePagesReply:
+        raise ProtocolViolation("a prefill instance has no pages to reserve")
+
+    async def CommitTicket(  # noqa: N802
+        self, request: instance_pb2.CommitTicketRequest, context: Any
+    ) -> instance_pb2.CommitTicketReply:
+        raise ProtocolViolation("a prefill instance takes no KV")
+
+    async def CloseTicket(  # noqa: N802
+        self, request: instance_pb2.CloseTicketRequest, context: Any
+    ) -> instance_pb2.CloseTicketReply:
+        self._check_epoch(request.epoch)
+        quiescent = self._scheduler.ticket_failed(request.ticket_id, request.reason)
+        self.wake()
+        return instance_pb2.CloseTicketReply(quiescent=quiescent)
+
+    # -- the pump --
+
+    def pump(self) -> None:
+        actions = self._scheduler.poll()
+        self._issue(actions.commands)
+        self._sessions.deliver(actions.outputs)
+        for ticket_id in actions.reserve:
+            self._context.spawn(self._reserve(ticket_id))
+        for ticket_id in actions.fill:
+            self._context.spawn(self._fill(ticket_id))
+        for failed in actions.fail:
+            self._context.spawn(self._fail(failed))
+
+    async def _reserve(self, ticket_id: str) -> None:
+        try:
+            reservation = await self._context.broker.reserve(ticket_id)
+        except Retryable:
+            self._scheduler.ask_again(ticket_id)
+        except StagemeshError as error:
+            self._scheduler.ticket_failed(ticket_id, str(error))
+        else:
+            self._scheduler.reserved(ticket_id, reservation.pages, reservation.targets)
+        self.wake()
+
+    async def _fill(self, ticket_id: str) -> None:
+        try:
+            await retry(lambda: self._context.broker.fill(ticket_id))
+        except StagemeshError as error:
+            self._scheduler.ticket_failed(ticket_id, str(error))
+        else:
+            self._scheduler.filled(ticket_id)
+        self.wake()
+
+    async def _fail(self, failed: FailedTicket) -> None:
+        broker = self._context.broker
+        try:
+            await retry(lambda: broker.fail_ticket(failed.ticket_id, "aborted", quiescent=failed.quiescent))
+        except StagemeshError as error:
+            self._context.log.warning("the broker knows no such ticket", ticket_id=failed.ticket_id, error=str(error))
+
+    # -- views --
+
+    @property
+    def load(self) -> InstanceLoad:
+        return self._scheduler.load
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        return {**self._scheduler.held, "requests": self._sessions.num_requests}
+
+    def check_integrity(self) -> None:
+        self._scheduler.check_integrity()

@@ -1,0 +1,33 @@
+"""A prefill stage as a process."""
+
+from __future__ import annotations
+
+from stagemesh.services.prefill.head import PrefillHead
+from stagemesh.shared.config import Config
+from stagemesh.shared.engine.schedule.prefill import PrefillScheduler
+from stagemesh.shared.stage.head import Head, HeadContext
+from stagemesh.shared.stage.process import run_stage
+from stagemesh.shared.stage.stage import StageLimits
+
+
+def run(config: Config, instance: str | None, pp_rank: int | None) -> None:
+    """Runs stage `pp_rank` of `instance` until it is told to stop."""
+    engine = config.engine
+
+    def make_head(context: HeadContext) -> Head:
+        scheduler = PrefillScheduler(
+            num_pages=context.info.manifest.num_pages,
+            page_size=engine.page_size,
+            pp_size=len(context.info.stages),
+            chunk_size=engine.chunk_size,
+            max_sequences=engine.max_prefill_sequences,
+            reserve_ahead=engine.reserve_ahead,
+            run_ahead=engine.run_ahead,
+        )
+        return PrefillHead(context, scheduler)
+
+    def limits(pp_size: int) -> StageLimits:
+        steps = pp_size + engine.run_ahead
+        return StageLimits(step_tokens=engine.chunk_size, num_slots=engine.ring_slots or steps)
+
+    run_stage(config, instance, pp_rank, role="prefill", make_head=make_head, limits=limits)

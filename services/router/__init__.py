@@ -1,0 +1,1 @@
+"""The router: the public API, and where a request runs."""

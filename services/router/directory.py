@@ -1,0 +1,83 @@
+"""The router's view of the directory, and its sessions with the heads in it.
+
+broker --snapshot, changes--> directory --joined--> session     --gone--> its requests fail
+While the broker is away the last view stays: instances that answer go on being used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+from stagemesh.services.router.session import HeadSession
+from stagemesh.shared.codec.mesh import instance_from_pb, ref_from_pb
+from stagemesh.shared.core.directory import InstanceInfo
+from stagemesh.shared.core.identity import InstanceRef
+from stagemesh.shared.errors import StagemeshError
+from stagemesh.shared.obs.log import Log
+from stagemesh.shared.pb import broker_pb2
+from stagemesh.shared.rpc.client import Client
+from stagemesh.shared.runtime.backoff import delays
+
+MakeSession = Callable[[InstanceInfo], HeadSession]
+
+
+class MeshView:
+    """Only this router's copy: the broker owns the directory."""
+
+    def __init__(self, broker: Client, router: str, make_session: MakeSession, log: Log) -> None:
+        self._broker, self._router, self._make_session, self._log = broker, router, make_session, log
+        self._instances: dict[str, InstanceInfo] = {}
+        self._sessions: dict[InstanceRef, HeadSession] = {}
+        self.sent: dict[str, int] = {}  # requests sent to an instance since its last report
+        self.changed = asyncio.Event()
+
+    def __iter__(self) -> Iterator[InstanceInfo]:
+        """Instances that can be talked to now."""
+        return (info for info in self._instances.values() if self._session_up(info.ref))
+
+    def session(self, ref: InstanceRef) -> HeadSession:
+        return self._sessions[ref]
+
+    def peers(self) -> dict[str, str]:
+        return {f"{i.ref.name}/{s.pp_rank}": s.address for i in self._instances.values() for s in i.stages}
+
+    def _session_up(self, ref: InstanceRef) -> bool:
+        session = self._sessions.get(ref)
+        return session is not None and session.up
+
+    async def run(self) -> None:
+        """A child of the router: runs until cancelled."""
+        for delay_s in delays():
+            try:
+                request = broker_pb2.WatchRequest(router=self._router)
+                async for update in self._broker.receive("Watch", request):
+                    self._take(update)
+            except StagemeshError as error:
+                self._log.debug("the broker is away", error=str(error))
+            await asyncio.sleep(delay_s)
+
+    def _take(self, update: broker_pb2.DirectoryUpdate) -> None:
+        changed = [instance_from_pb(message) for message in update.changed]
+        gone = [ref_from_pb(message) for message in update.removed]
+        if update.snapshot:
+            present = {info.ref for info in changed}
+            gone += [info.ref for info in self._instances.values() if info.ref not in present]
+        for ref in gone:
+            self._remove(ref)
+        for info in changed:
+            self._instances[info.ref.name] = info
+            self.sent[info.ref.name] = 0
+            session = self._sessions.get(info.ref)
+            if session is None or session.ended:
+                self._sessions[info.ref] = self._make_session(info)
+        self.changed.set()
+
+    def _remove(self, ref: InstanceRef) -> None:
+        known = self._instances.get(ref.name)
+        if known is not None and known.ref == ref:
+            del self._instances[ref.name]
+            self.sent.pop(ref.name, None)
+        session = self._sessions.pop(ref, None)
+        if session is not None:
+            session.close()

@@ -1,0 +1,117 @@
+"""The router as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+
+from stagemesh.services.router.directory import MeshView
+from stagemesh.services.router.generator import GENERATOR, GeneratorService
+from stagemesh.services.router.session import HeadSession
+from stagemesh.shared.config import Config
+from stagemesh.shared.core.directory import Role
+from stagemesh.shared.model.source import open_model
+from stagemesh.shared.obs.log import Log, choose_form, configure
+from stagemesh.shared.obs.trace import Tracer
+from stagemesh.shared.rpc.broker import BROKER, BrokerClient
+from stagemesh.shared.rpc.client import Client
+from stagemesh.shared.rpc.inspect import INSPECT, InspectService
+from stagemesh.shared.rpc.server import Server
+from stagemesh.shared.runtime.loop import LagSampler
+from stagemesh.shared.runtime.loop import run as run_loop
+from stagemesh.shared.runtime.notify import Notifier
+from stagemesh.shared.runtime.service import Child, run_service
+from stagemesh.shared.runtime.tasks import Tasks
+
+
+class RouterService:
+    """A `Service`. It is ready once a prefill and a decode instance can be reached."""
+
+    def __init__(self, config: Config, notifier: Notifier, log: Log) -> None:
+        self._config, self._notifier, self._log = config, notifier, log
+        self._tracer, self._lag, self._tasks = Tracer("router"), LagSampler(), Tasks()
+        self._generator: GeneratorService | None = None
+        self._mesh: MeshView | None = None
+        self._address: str | None = None
+
+    @property
+    def address(self) -> str | None:
+        return self._address
+
+    async def start(self, stack: AsyncExitStack) -> list[Child]:
+        stack.callback(self._tasks.close)
+        self._notifier.status("loading the tokenizer")
+        source = await asyncio.to_thread(open_model, self._config.model.spec)
+        tokenizer = await asyncio.to_thread(source.tokenizer)
+        broker = await stack.enter_async_context(Client(self._config.broker.listen, BROKER))
+        name = f"router-{os.getpid()}"
+        self._mesh = mesh = MeshView(
+            broker, name, lambda info: HeadSession(info, name, self._tasks.spawn, self._log), self._log
+        )
+        self._generator = GeneratorService(
+            section=self._config.router,
+            model=self._config.model.path,
+            dtype=self._config.model.dtype,
+            config=source.config,
+            tokenizer=tokenizer,
+            mesh=mesh,
+            broker=BrokerClient(broker),
+            log=self._log,
+        )
+        server = Server({GENERATOR: self._generator, INSPECT: InspectService(self, self._tracer, self._peers)})
+        self._address = await server.start(self._config.router.listen)
+        stack.push_async_callback(server.stop)
+        await self._wait_for_instances(stack, mesh)
+        await server.set_serving(True)
+        self._log.info("router is up", address=self._address)
+        return [self._lag.run()]
+
+    async def withdraw(self) -> None:
+        if self._generator is not None:
+            self._generator.refuse()
+
+    async def idle(self) -> None:
+        if self._generator is not None:
+            await self._generator.empty()
+
+    async def _wait_for_instances(self, stack: AsyncExitStack, mesh: MeshView) -> None:
+        self._notifier.status("waiting for a prefill and a decode instance")
+        self._tasks.spawn(mesh.run())
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        running = group.create_task(self._tasks.run())
+        stack.callback(running.cancel)
+        while {Role.PREFILL, Role.DECODE} - {info.role for info in mesh}:
+            mesh.changed.clear()
+            await mesh.changed.wait()
+
+    def _peers(self) -> Mapping[str, str]:
+        known = {} if self._mesh is None else self._mesh.peers()
+        return {"router": self._address or "", "broker": self._config.broker.listen, **known}
+
+    # -- views --
+
+    def check_integrity(self) -> None:
+        """The router owns no pages and no tickets; what it holds is in `held`."""
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        return {"requests": 0 if self._generator is None else self._generator.num_live}
+
+    @property
+    def gauges(self) -> Mapping[str, int]:
+        instances = 0 if self._mesh is None else len(list(self._mesh))
+        return {"instances": instances, "loop_lag_max_us": round(self._lag.max_lag_s * 1e6)}
+
+
+def run(config: Config, instance: str | None = None, pp_rank: int | None = None) -> None:
+    """Runs the router until it is told to stop."""
+    log = configure("router", form=choose_form(os.environ, sys.stderr))
+    notifier = Notifier.from_environ(os.environ)
+    run_loop(
+        run_service(
+            RouterService(config, notifier, log), drain_timeout_s=config.engine.drain_timeout_s, notifier=notifier
+        )
+    )

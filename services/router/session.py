@@ -1,0 +1,137 @@
+"""The stream between this router and one head: requests up, a step's outputs down.
+
+opening --stream is up--> up --end of stream--> down: every request that runs there fails
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, Protocol
+
+from stagemesh.shared.codec.arrays import to_bytes
+from stagemesh.shared.codec.commands import sampling_to_pb
+from stagemesh.shared.codec.mesh import request_to_pb
+from stagemesh.shared.codec.session import output_from_pb
+from stagemesh.shared.core.directory import InstanceInfo
+from stagemesh.shared.core.identity import InstanceRef, RequestRef
+from stagemesh.shared.core.sampling import SamplingParams
+from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
+from stagemesh.shared.errors import Exhausted, StagemeshError
+from stagemesh.shared.obs.log import Log
+from stagemesh.shared.pb import instance_pb2
+from stagemesh.shared.rpc.client import Client
+
+INSTANCE = instance_pb2.DESCRIPTOR.services_by_name["Instance"]
+MAX_QUEUED = 20_000
+
+
+class Receiver(Protocol):
+    """Who takes the outputs of a request."""
+
+    def on_output(self, ref: InstanceRef, output: SequenceOutput) -> None: ...
+
+
+class HeadSession:
+    """`spawn` puts the session's task under the router's supervisor."""
+
+    def __init__(
+        self, info: InstanceInfo, router: str, spawn: Callable[[Coroutine[Any, Any, None]], object], log: Log
+    ) -> None:
+        self.ref, self._router = info.ref, router
+        self._address = info.address
+        self._log = log.bind(instance_name=info.ref.name, instance_epoch=info.ref.epoch)
+        self._outgoing: asyncio.Queue[instance_pb2.SessionUp | None] = asyncio.Queue(MAX_QUEUED)
+        self._receivers: dict[RequestRef, Receiver] = {}
+        self.up = self.ended = False
+        spawn(self._run())
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._receivers)
+
+    def submit(
+        self,
+        receiver: Receiver,
+        request: RequestRef,
+        sampling: SamplingParams,
+        *,
+        prompt_tokens: int,
+        token_ids: list[int],
+        ticket_id: str,
+        decode_instance: str,
+    ) -> None:
+        """From now on `receiver` gets the outputs, the last one with an `end`."""
+        submit = instance_pb2.SessionUp.Submit(
+            request=request_to_pb(request),
+            sampling=sampling_to_pb(sampling),
+            prompt_tokens=prompt_tokens,
+            token_ids=to_bytes(token_ids),
+            ticket_id=ticket_id,
+            decode_instance=decode_instance,
+        )
+        self._put(instance_pb2.SessionUp(submit=submit))
+        self._receivers[request] = receiver
+
+    def first_token(self, request: RequestRef, token_id: int) -> None:
+        if request in self._receivers:
+            first = instance_pb2.SessionUp.FirstToken(request=request_to_pb(request), token_id=token_id)
+            self._put(instance_pb2.SessionUp(first_token=first))
+
+    def abort(self, request: RequestRef) -> None:
+        """Nothing more of this request is wanted. A no-op once it has ended."""
+        if self._receivers.pop(request, None) is not None and self.up:
+            abort = instance_pb2.SessionUp.AbortSequence(request=request_to_pb(request))
+            self._put(instance_pb2.SessionUp(abort=abort))
+
+    def close(self) -> None:
+        """The instance has left the directory. Its requests fail when its stream has ended."""
+        self.up = False
+        if not self._outgoing.full():
+            self._outgoing.put_nowait(None)
+
+    def _put(self, message: instance_pb2.SessionUp) -> None:
+        try:
+            self._outgoing.put_nowait(message)
+        except asyncio.QueueFull:
+            raise Exhausted(f"{self.ref} takes no more messages") from None
+
+    async def _run(self) -> None:
+        reason = "it has left"
+        try:
+            async with AsyncExitStack() as stack:
+                client = await stack.enter_async_context(Client(self._address, INSTANCE))
+                stream = client.open("Session")
+                stack.callback(stream.cancel)
+                opening = instance_pb2.SessionUp.Open(router=self._router, epoch=self.ref.epoch)
+                await stream.send(instance_pb2.SessionUp(open=opening))
+                self.up = True
+                async with asyncio.TaskGroup() as group:
+                    reader = group.create_task(self._read(stream))
+                    while (message := await self._outgoing.get()) is not None:
+                        await stream.send(message)
+                    reader.cancel()
+        except* StagemeshError as errors:
+            reason = str(errors.exceptions[0])
+        finally:
+            self._fail_all(reason)
+
+    async def _read(self, stream: Any) -> None:
+        async for message in stream.receive():
+            for output in map(output_from_pb, message.outputs):
+                receiver = self._receivers.get(output.request)
+                if output.end is not None:
+                    self._receivers.pop(output.request, None)
+                if receiver is not None:
+                    receiver.on_output(self.ref, output)
+        self._outgoing.put_nowait(None)
+
+    def _fail_all(self, reason: str) -> None:
+        self.up, self.ended = False, True
+        receivers, self._receivers = self._receivers, {}
+        if receivers:
+            self._log.warning("requests fail with their instance", requests=len(receivers), reason=reason)
+        for request, receiver in receivers.items():
+            lost = SequenceOutput(request, end=SequenceEnd.FAILED, error=f"{self.ref.name} is lost: {reason}")
+            receiver.on_output(self.ref, lost)

@@ -1,0 +1,128 @@
+"""What a client may ask for. Every wrong field gets an error that names it and the limit, before anything is done."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from stagemesh.shared.core.sampling import SamplingParams
+from stagemesh.shared.errors import Rejected
+from stagemesh.shared.pb import generator_pb2
+
+MAX_STOP_TOKEN_IDS: Final = 64
+MAX_MESSAGES: Final = 1024
+MAX_TEMPERATURE: Final = 100.0
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of the model and of this deployment. `max_request_tokens` is prompt and new tokens together."""
+
+    vocab_size: int
+    max_request_tokens: int
+    max_text_bytes: int
+    eos_token_ids: tuple[int, ...]
+    default_max_tokens: int | None = None
+
+
+def check_prompt(request: generator_pb2.GenerateRequest, limits: Limits) -> None:
+    """What can be said before the prompt is tokenized. Raises Rejected."""
+    if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
+        raise Rejected("request_id", "must be 1..128 characters of A-Z a-z 0-9 . _ : -")
+    match request.WhichOneof("prompt"):
+        case "text":
+            _check_text("text", request.text, limits)
+        case "token_ids":
+            _check_token_ids(list(request.token_ids.ids), limits)
+        case "chat":
+            _check_chat(request.chat, limits)
+        case _:
+            raise Rejected("prompt", "one of text, token_ids and chat must be set")
+
+
+def _check_text(field: str, text: str, limits: Limits) -> None:
+    size = len(text.encode())
+    if not 0 < size <= limits.max_text_bytes:
+        raise Rejected(field, f"must be 1..{limits.max_text_bytes} bytes of UTF-8, got {size}")
+
+
+def _check_token_ids(token_ids: list[int], limits: Limits) -> None:
+    if not token_ids:
+        raise Rejected("token_ids", "must not be empty")
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < limits.vocab_size:
+            raise Rejected("token_ids", f"must be in 0..{limits.vocab_size - 1}, got {token_id} at index {index}")
+
+
+def _check_chat(chat: generator_pb2.ChatMessages, limits: Limits) -> None:
+    if not 0 < len(chat.messages) <= MAX_MESSAGES:
+        raise Rejected("chat.messages", f"must be 1..{MAX_MESSAGES} messages, got {len(chat.messages)}")
+    size = sum(len(message.content.encode()) + len(message.role.encode()) for message in chat.messages)
+    if size > limits.max_text_bytes:
+        raise Rejected("chat.messages", f"must have at most {limits.max_text_bytes} bytes of UTF-8, got {size}")
+    for index, message in enumerate(chat.messages):
+        if not message.role:
+            raise Rejected("chat.messages", f"message {index} has no role")
+
+
+def sampling_params(
+    request: generator_pb2.GenerateRequest, prompt_tokens: int, limits: Limits, *, seed: int
+) -> SamplingParams:
+    """The request's parameters, with defaults. `seed` is for a request that gives none. Raises Rejected."""
+    return SamplingParams(
+        max_tokens=_max_tokens(request, prompt_tokens, limits),
+        temperature=_number("temperature", request.temperature, 0.0, MAX_TEMPERATURE),
+        top_k=_whole("top_k", request.top_k, 0, limits.vocab_size),
+        top_p=_top_p(request),
+        seed=request.seed if request.HasField("seed") else seed,
+        ignore_eos=request.ignore_eos,
+        eos_token_ids=limits.eos_token_ids,
+        stop_token_ids=_stop_token_ids(list(request.stop_token_ids), limits),
+    )
+
+
+def _max_tokens(request: generator_pb2.GenerateRequest, prompt_tokens: int, limits: Limits) -> int:
+    room = limits.max_request_tokens - prompt_tokens
+    if room < 1:
+        most = limits.max_request_tokens - 1
+        raise Rejected("prompt", f"must be 1..{most} tokens (context and page pool), got {prompt_tokens}")
+    if not request.HasField("max_tokens"):
+        return min(room, limits.default_max_tokens or room)
+    if not 1 <= request.max_tokens <= room:
+        raise Rejected(
+            "max_tokens",
+            f"must be in 1..{room} ({limits.max_request_tokens} for prompt and new tokens, of which the prompt takes "
+            f"{prompt_tokens}), got {request.max_tokens}",
+        )
+    return request.max_tokens
+
+
+def _top_p(request: generator_pb2.GenerateRequest) -> float:
+    if not request.HasField("top_p"):
+        return 1.0
+    if not 0.0 < request.top_p <= 1.0:  # also false for NaN
+        raise Rejected("top_p", f"must be in (0, 1], got {request.top_p}")
+    return request.top_p
+
+
+def _number(field: str, value: float, lowest: float, highest: float) -> float:
+    if math.isnan(value) or not lowest <= value <= highest:
+        raise Rejected(field, f"must be in {lowest}..{highest}, got {value}")
+    return value
+
+
+def _whole(field: str, value: int, lowest: int, highest: int) -> int:
+    if not lowest <= value <= highest:
+        raise Rejected(field, f"must be in {lowest}..{highest}, got {value}")
+    return value
+
+
+def _stop_token_ids(token_ids: list[int], limits: Limits) -> tuple[int, ...]:
+    if len(token_ids) > MAX_STOP_TOKEN_IDS:
+        raise Rejected("stop_token_ids", f"must be at most {MAX_STOP_TOKEN_IDS}, got {len(token_ids)}")
+    for token_id in token_ids:
+        _whole("stop_token_ids", token_id, 0, limits.vocab_size - 1)
+    return tuple(token_ids)

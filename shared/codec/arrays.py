@@ -1,0 +1,27 @@
+"""int64 arrays as bytes, little endian."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stagemesh.shared.core.commands import Ints
+from stagemesh.shared.errors import ProtocolViolation
+
+_WIRE = np.dtype("<i8")
+
+
+def to_bytes(values: Sequence[int] | Ints) -> bytes:
+    return np.asarray(values, dtype=_WIRE).tobytes()
+
+
+def to_array(data: bytes) -> Ints:
+    """A read-only array. Raises ProtocolViolation if the length is no multiple of eight."""
+    if len(data) % 8:
+        raise ProtocolViolation(f"an int64 array of {len(data)} bytes")
+    return np.frombuffer(data, dtype=_WIRE)
+
+
+def to_tuple(data: bytes) -> tuple[int, ...]:
+    return tuple(to_array(data).tolist())

@@ -1,0 +1,96 @@
+"""Step commands and sampling parameters on the wire."""
+
+from __future__ import annotations
+
+from stagemesh.shared.codec.arrays import to_array, to_bytes, to_tuple
+from stagemesh.shared.codec.mesh import request_from_pb, request_to_pb, stage_from_pb, stage_to_pb
+from stagemesh.shared.core.commands import ROW_WIDTH, Command, Join, SendPlan, Step
+from stagemesh.shared.core.sampling import SamplingParams
+from stagemesh.shared.errors import ProtocolViolation
+from stagemesh.shared.pb import instance_pb2, stage_pb2
+
+
+def sampling_to_pb(params: SamplingParams) -> instance_pb2.Sampling:
+    return instance_pb2.Sampling(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=params.seed,
+        ignore_eos=params.ignore_eos,
+        eos_token_ids=params.eos_token_ids,
+        stop_token_ids=params.stop_token_ids,
+    )
+
+
+def sampling_from_pb(message: instance_pb2.Sampling) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        seed=message.seed,
+        ignore_eos=message.ignore_eos,
+        eos_token_ids=tuple(message.eos_token_ids),
+        stop_token_ids=tuple(message.stop_token_ids),
+    )
+
+
+def command_to_pb(command: Command) -> stage_pb2.Command:
+    return stage_pb2.Command(
+        number=command.number,
+        drops=to_bytes(command.drops),
+        cancels=to_bytes(command.cancels),
+        page_deltas=to_bytes(command.page_deltas),
+        joins=[_join_to_pb(join) for join in command.joins],
+        step=None if command.step is None else _step_to_pb(command.step),
+    )
+
+
+def command_from_pb(message: stage_pb2.Command) -> Command:
+    """Raises ProtocolViolation if an array has no whole number of entries."""
+    return Command(
+        number=message.number,
+        drops=to_tuple(message.drops),
+        cancels=to_tuple(message.cancels),
+        page_deltas=to_array(message.page_deltas),
+        joins=tuple(_join_from_pb(join) for join in message.joins),
+        step=_step_from_pb(message.step) if message.HasField("step") else None,
+    )
+
+
+def _step_to_pb(step: Step) -> stage_pb2.Step:
+    rows, tokens = to_bytes(step.rows), to_bytes(step.tokens)
+    return stage_pb2.Step(number=step.number, microbatch=step.microbatch, rows=rows, tokens=tokens)
+
+
+def _step_from_pb(message: stage_pb2.Step) -> Step:
+    rows = to_array(message.rows)
+    if len(rows) % ROW_WIDTH:
+        raise ProtocolViolation(f"step {message.number}: {len(rows)} numbers are no whole rows")
+    return Step(message.number, message.microbatch, rows.reshape(-1, ROW_WIDTH), to_array(message.tokens))
+
+
+def _join_to_pb(join: Join) -> stage_pb2.Join:
+    send = None if join.send is None else send_to_pb(join.send)
+    sampling = sampling_to_pb(join.sampling)
+    return stage_pb2.Join(handle=join.handle, request=request_to_pb(join.request), sampling=sampling, send=send)
+
+
+def _join_from_pb(message: stage_pb2.Join) -> Join:
+    send = send_from_pb(message.send) if message.HasField("send") else None
+    return Join(message.handle, request_from_pb(message.request), sampling_from_pb(message.sampling), send)
+
+
+def send_to_pb(plan: SendPlan) -> stage_pb2.SendPlan:
+    return stage_pb2.SendPlan(
+        ticket_id=plan.ticket_id,
+        prompt_tokens=plan.prompt_tokens,
+        pages=to_bytes(plan.pages),
+        targets=[stage_to_pb(target) for target in plan.targets],
+    )
+
+
+def send_from_pb(message: stage_pb2.SendPlan) -> SendPlan:
+    targets = tuple(stage_from_pb(target) for target in message.targets)
+    return SendPlan(message.ticket_id, message.prompt_tokens, to_tuple(message.pages), targets)

@@ -1,0 +1,33 @@
+"""The one TOML file of a deployment, as frozen structs that are right by construction of `load_config`."""
+
+from stagemesh.shared.config.address import Address, parse_address
+from stagemesh.shared.config.load import build_config, load_config
+from stagemesh.shared.config.sections import (
+    BrokerSection,
+    Config,
+    EngineSection,
+    InstanceSection,
+    MeshSection,
+    ModelSection,
+    NatsSection,
+    RouterSection,
+    TransferSection,
+)
+from stagemesh.shared.config.write import dump_toml
+
+__all__ = [
+    "Address",
+    "BrokerSection",
+    "Config",
+    "EngineSection",
+    "InstanceSection",
+    "MeshSection",
+    "ModelSection",
+    "NatsSection",
+    "RouterSection",
+    "TransferSection",
+    "build_config",
+    "dump_toml",
+    "load_config",
+    "parse_address",
+]

@@ -1,0 +1,66 @@
+"""What must hold between several values of a config. Pure: a config goes in, Rejected comes out or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stagemesh.shared.config.address import Address, parse_address
+from stagemesh.shared.config.sections import Config, InstanceSection
+from stagemesh.shared.errors import Rejected
+
+
+def check_config(config: Config) -> None:
+    """Raises Rejected, naming the key, for the first thing that does not fit together.
+
+    Whether `layers` add up to the model's is known only with the model, and checked when it is opened.
+    """
+    if not config.mesh.run_dir.startswith("/"):
+        raise Rejected("mesh.run_dir", f"must be an absolute path, got {config.mesh.run_dir!r}")
+    if config.nats.url and not config.nats.url.startswith(("nats://", "tls://")):
+        raise Rejected("nats.url", f"must start with nats:// or tls://, got {config.nats.url!r}")
+    _check_addresses(config)
+    _check_names(config)
+    for index, instance in enumerate(config.instances):
+        _check_instance(f"instance[{index}]", instance)
+
+
+def _check_names(config: Config) -> None:
+    for role in ("prefill", "decode"):
+        if not config.of_role(role):
+            raise Rejected("instance", f"at least one instance of role {role} is needed")
+    names = [instance.name for instance in config.instances]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise Rejected(f"instance[{index}].name", f"{name!r} is the name of an earlier instance")
+
+
+def _check_instance(field: str, instance: InstanceSection) -> None:
+    if len(instance.stages) != instance.pp_size:
+        raise Rejected(
+            f"{field}.stages",
+            f"{instance.name} needs one address a stage: pp_size is {instance.pp_size}, got {len(instance.stages)}",
+        )
+    if instance.layers and len(instance.layers) != instance.pp_size:
+        raise Rejected(
+            f"{field}.layers",
+            f"{instance.name} needs one count a stage: pp_size is {instance.pp_size}, got {list(instance.layers)}",
+        )
+
+
+def _addresses(config: Config) -> Iterator[tuple[str, Address]]:
+    for field, text in (("router.listen", config.router.listen), ("broker.listen", config.broker.listen)):
+        yield field, parse_address(text, field)
+    for index, instance in enumerate(config.instances):
+        for rank, text in enumerate(instance.stages):
+            field = f"instance[{index}].stages[{rank}]"
+            yield field, parse_address(text, field)
+
+
+def _check_addresses(config: Config) -> None:
+    taken: dict[Address, str] = {}
+    for field, address in _addresses(config):
+        if not address.path and address.port == 0 and field != "router.listen":
+            raise Rejected(field, "port 0 is for the router alone: others must know this port beforehand")
+        if address in taken:
+            raise Rejected(field, f"{address} is already the address of {taken[address]}")
+        taken[address] = field

@@ -1,0 +1,133 @@
+"""The shape of a deployment's config: one struct a section, with defaults and the ranges of single values.
+
+All are immutable, and a key that is not declared is an error. What concerns several values at once is in `check`. Every
+number says its unit in its name; a size in tokens or pages says so in its comment.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from stagemesh.shared.errors import Rejected
+
+MIB = 1 << 20
+Role = Literal["prefill", "decode"]
+Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
+"""A part of NATS subjects and of socket names."""
+Count = Annotated[int, Meta(ge=1, le=1 << 31)]
+PpSize = Annotated[int, Meta(ge=1, le=64)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+
+
+class MeshSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`run_dir` is an absolute path: unix sockets, the NATS store and the effective config lie there."""
+
+    name: Name = "local"
+    run_dir: str
+
+
+class NatsSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`url` may be empty only under `stagemesh up`, which then starts a server of its own."""
+
+    url: str = ""
+    connect_timeout_s: Seconds = 5.0
+
+
+class BrokerSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`listen` is `unix:/path` or `host:port`."""
+
+    listen: str
+
+
+class RouterSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The public face. Port 0 in `listen` means any free port."""
+
+    listen: str = "127.0.0.1:8470"
+    max_text_bytes: Annotated[int, Meta(ge=1, le=32 * MIB)] = MIB
+    max_live_requests: Count = 4096
+    default_max_tokens: Count | None = None  # None: what is left of the context
+
+
+class ModelSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`path` is `smollm2`, a Hugging Face directory, a GGUF file or `dummy:PATH`. `seed` is for dummy weights."""
+
+    path: Annotated[str, Meta(min_length=1)]
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]+)?)$")] = "cpu"
+
+    @property
+    def spec(self) -> str:
+        """What `open_model` takes: the path, with the seed if the weights are made of it."""
+        return f"{self.path}#{self.seed}" if self.path.startswith("dummy:") else self.path
+
+
+class EngineSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sizes of every instance. Without `num_pages` they follow from `pool_bytes`, which is per stage."""
+
+    page_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens
+    chunk_size: Annotated[int, Meta(ge=1, le=1 << 20)] = 256  # prompt tokens of a prefill step
+    num_pages: Count | None = None
+    pool_bytes: Annotated[int, Meta(ge=MIB, le=1 << 42)] = 512 * MIB
+    max_running: Annotated[int, Meta(ge=1, le=1 << 16)] = 64  # sequences of a decode instance
+    max_prefill_sequences: Annotated[int, Meta(ge=1, le=1 << 16)] = 64  # sequences packed into a chunk
+    run_ahead: Annotated[int, Meta(ge=0, le=8)] = 1  # steps of a microbatch issued before their predecessor is back
+    extra_depth: Annotated[int, Meta(ge=0, le=8)] = 0  # microbatches beyond one a stage
+    reserve_ahead: Annotated[int, Meta(ge=0, le=1024)] = 2  # requests a prefill head asks pages for in advance
+    ring_slots: Annotated[int, Meta(ge=2, le=1024)] | None = None  # None: from stages, extra_depth and run_ahead
+    threads: Annotated[int, Meta(ge=0, le=1024)] = 0  # torch threads of a stage; 0: the host's cores shared out
+    drain_timeout_s: Seconds = 30.0
+
+
+class TransferSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How KV pages and activations travel. `host` is the address that peers are told."""
+
+    backend: Literal["mooncake", "nixl", "memory"] = "mooncake"
+    host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
+    max_batch_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 16 * MIB
+    max_batch_pieces: Annotated[int, Meta(ge=1, le=1 << 16)] = 256
+    io_threads: Annotated[int, Meta(ge=1, le=64)] = 2
+
+
+class InstanceSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A pipeline. `stages` are its `pp_size` listen addresses; `layers` the stages' layer counts, empty for even."""
+
+    name: Name
+    role: Role
+    pp_size: PpSize
+    stages: tuple[str, ...]
+    layers: tuple[Count, ...] = ()
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A whole deployment. In the file an instance is a table of the array `[[instance]]`."""
+
+    mesh: MeshSection
+    nats: NatsSection = NatsSection()
+    broker: BrokerSection
+    router: RouterSection = RouterSection()
+    model: ModelSection
+    engine: EngineSection = EngineSection()
+    transfer: TransferSection = TransferSection()
+    instances: tuple[InstanceSection, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return sum(instance.pp_size for instance in self.instances)
+
+    def instance(self, name: str) -> InstanceSection:
+        """The instance of that name. Raises Rejected, naming those there are."""
+        for instance in self.instances:
+            if instance.name == name:
+                return instance
+        known = ", ".join(instance.name for instance in self.instances)
+        raise Rejected("instance", f"no instance is named {name!r}; there are {known}")
+
+    def of_role(self, role: Role) -> tuple[InstanceSection, ...]:
+        return tuple(instance for instance in self.instances if instance.role == role)
+
+    def stage_threads(self, num_cores: int) -> int:
+        """Torch threads of one stage on a host of `num_cores` that runs all stages."""
+        return self.engine.threads or max(1, num_cores // self.num_stages)

@@ -1,0 +1,69 @@
+"""Which sequence travels in which microbatch, and whose turn it is.
+
+Sizes differ by at most one after every issue of each microbatch: a new sequence joins the smallest, and a microbatch
+that has become too large hands its surplus to the smallest when its turn comes. Turns go round the microbatches that
+have something to run, so that two steps of one microbatch never follow each other while another could run between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stagemesh.shared.errors import Bug
+
+
+class Microbatches:
+    """Handles of sequences in `count` microbatches."""
+
+    def __init__(self, count: int) -> None:
+        if count < 1:
+            raise ValueError(f"there must be at least one microbatch, got {count}")
+        self._members: list[list[int]] = [[] for _ in range(count)]
+        self._where: dict[int, int] = {}
+        self._last_turn = count - 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(len(members) for members in self._members)
+
+    def members(self, index: int) -> tuple[int, ...]:
+        return tuple(self._members[index])
+
+    def join(self, handle: int) -> int:
+        """Adds `handle` to the smallest microbatch and returns that one's index."""
+        if handle in self._where:
+            raise Bug(f"sequence {handle} is in a microbatch already")
+        smallest = min(range(len(self._members)), key=lambda index: len(self._members[index]))
+        self._members[smallest].append(handle)
+        self._where[handle] = smallest
+        return smallest
+
+    def leave(self, handle: int) -> None:
+        self._members[self._where.pop(handle)].remove(handle)
+
+    def rebalance(self, index: int, movable: Callable[[int], bool]) -> None:
+        """Hands the surplus of microbatch `index` to the smallest ones, latest members first."""
+        for handle in reversed(self.members(index)):
+            if len(self._members[index]) <= min(self.sizes) + 1:
+                return
+            if movable(handle):
+                self.leave(handle)
+                self.join(handle)
+
+    def next_turn(self, has_work: Callable[[int], bool]) -> int | None:
+        """The next microbatch in turn that has something to run, or None. Does not take the turn."""
+        count = len(self._members)
+        for offset in range(1, count + 1):
+            index = (self._last_turn + offset) % count
+            if has_work(index):
+                return index
+        return None
+
+    def take_turn(self, index: int) -> None:
+        self._last_turn = index
+
+    def check_integrity(self) -> None:
+        """Raises Bug unless every sequence is in exactly the microbatch that it is said to be in."""
+        found = {handle: index for index, members in enumerate(self._members) for handle in members}
+        if found != self._where or sum(self.sizes) != len(found):
+            raise Bug(f"microbatches do not add up: {self._members} against {self._where}")

@@ -1,0 +1,1 @@
+"""The schedulers of the two roles: events in, instructions out."""

@@ -1,0 +1,35 @@
+"""What a scheduler tells the router about a sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.core.sampling import SamplingParams
+
+
+class SequenceEnd(Enum):
+    """Why a sequence is over in this instance."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    FAILED = "failed"
+    REJECTED = "rejected"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """New tokens of a sequence. With `end` set it is the last output; `error` says why it failed."""
+
+    request: RequestRef
+    token_ids: tuple[int, ...] = ()
+    end: SequenceEnd | None = None
+    error: str = ""
+
+
+def end_after(sampling: SamplingParams, token_id: int, count: int) -> SequenceEnd | None:
+    """Whether the sequence is over once `token_id`, its `count`th new token, is known."""
+    if sampling.ends(token_id):
+        return SequenceEnd.STOP
+    return SequenceEnd.LENGTH if count >= sampling.max_tokens else None

@@ -1,0 +1,40 @@
+"""The one error root and its children, which say what the caller can do. Foreign exceptions are mapped once, in the
+adapter that meets them."""
+
+from __future__ import annotations
+
+
+class StagemeshError(Exception):
+    """Root of every error this project raises on purpose."""
+
+
+class Rejected(StagemeshError):
+    """The request or the setting is wrong and stays wrong. Names the `field` and the limit."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class Exhausted(StagemeshError):
+    """No capacity now; nothing was started. The caller may come back later."""
+
+
+class Retryable(StagemeshError):
+    """It failed without lasting effect; the same call may succeed later."""
+
+
+class Cancelled(StagemeshError):
+    """The caller, its deadline or an abort ended the request."""
+
+
+class PeerLost(StagemeshError):
+    """A process that this one depends on is gone."""
+
+
+class ProtocolViolation(StagemeshError):
+    """A peer sent what the protocol does not allow here. The connection is not to be trusted further."""
+
+
+class Bug(StagemeshError):
+    """An invariant of ours does not hold."""

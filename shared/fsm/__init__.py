@@ -1,0 +1,1 @@
+"""The three state machines, a literal table each."""

@@ -1,0 +1,127 @@
+"""The shape of a model, read from the files that come with its weights.
+
+config.json + generation_config.json  -> `from_hf_dir`      (in `hf_config`)
+GGUF metadata                         -> `from_gguf`        (in `gguf_config`)
+
+Imports no torch: the router reads configs too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stagemesh.shared.errors import Rejected
+
+ARCHITECTURES = ("llama", "mistral")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """`kind` is "linear", "llama3" or "factors" (a divisor for each frequency, as GGUF files of Llama 3 carry them).
+    linear and llama3 use `factor`; the three fields after it are llama3's."""
+
+    kind: str
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_context: int = 8192
+    factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder of the Llama family. `max_context` and `sliding_window` are in tokens; `torch_dtype` is torch's name
+    of the dtype the weights were saved in; `attention_bias` is a bias on q, k, v and output."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_context: int
+    tie_word_embeddings: bool
+    sliding_window: int | None
+    attention_bias: bool
+    mlp_bias: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    torch_dtype: str
+
+    def describe(self) -> dict[str, Any]:
+        """Every field by name, of plain types: what fingerprints and manifests are made of."""
+        return asdict(self)
+
+    def check(self, source: Path) -> ModelConfig:
+        """Itself, if the sizes fit together. Raises Rejected naming `source`."""
+        if self.num_heads % self.num_kv_heads:
+            problem = f"{self.num_heads} heads are no multiple of {self.num_kv_heads} kv heads"
+        elif self.head_dim % 2:
+            problem = f"head_dim {self.head_dim} is odd, so it has no rotary pairs"
+        elif (scaling := self.rope_scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
+            problem = "rope scaling: high_freq_factor must be above low_freq_factor"
+        elif scaling and scaling.kind == "factors" and len(scaling.factors) != self.head_dim // 2:
+            problem = f"rope scaling: {len(scaling.factors)} factors for {self.head_dim // 2} frequencies"
+        else:
+            return self
+        raise Rejected("model", f"{source}: {problem}")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Typed look-ups in the metadata of one file. Every complaint names the file and the key."""
+
+    source: Path
+    values: Mapping[str, Any]
+
+    def complaint(self, key: str, problem: str) -> Rejected:
+        return Rejected("model", f"{self.source}: {key}: {problem}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer; absent or null means `default`, which is an error if None."""
+        value = self._present(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.complaint(key, f"must be a positive integer, got {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive finite number; absent or null means `default`, which is an error if None."""
+        value = self._present(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self.complaint(key, f"must be a positive number, got {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._present(key, default)
+        if not isinstance(value, bool):
+            raise self.complaint(key, f"must be true or false, got {value!r}")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._present(key, default)
+        if not isinstance(value, str):
+            raise self.complaint(key, f"must be a string, got {value!r}")
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One token id, a list of them, or none."""
+        value = self.values.get(key)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
+            raise self.complaint(key, f"must be a token id or a list of them, got {value!r}")
+        return tuple(ids)
+
+    def _present(self, key: str, default: object) -> object:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.complaint(key, "is missing")
+        return value

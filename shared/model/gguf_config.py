@@ -1,0 +1,68 @@
+"""ModelConfig from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+import struct
+
+from stagemesh.shared.model.config import ARCHITECTURES, ModelConfig, RopeScaling, Settings
+from stagemesh.shared.model.gguf_file import GgufFile
+
+
+def from_gguf(file: GgufFile) -> ModelConfig:
+    """Raises Rejected naming file and key where one is missing, wrong or not supported."""
+    settings = Settings(file.path, file.plain())
+    architecture = settings.text("general.architecture")
+    if architecture not in ARCHITECTURES:
+        problem = f"{architecture!r} is not supported, only {' and '.join(ARCHITECTURES)}"
+        raise settings.complaint("general.architecture", problem)
+    prefix = f"{architecture}."
+    num_heads = settings.integer(prefix + "attention.head_count")
+    hidden_size = settings.integer(prefix + "embedding_length")
+    head_dim = settings.integer(prefix + "attention.key_length", hidden_size // num_heads)
+    if (rotary := settings.integer(prefix + "rope.dimension_count", head_dim)) != head_dim:
+        raise settings.complaint(prefix + "rope.dimension_count", f"must be the head size {head_dim}, got {rotary}")
+    has_window = settings.values.get(prefix + "attention.sliding_window")
+    return ModelConfig(
+        architecture=architecture,
+        num_layers=settings.integer(prefix + "block_count"),
+        hidden_size=hidden_size,
+        intermediate_size=settings.integer(prefix + "feed_forward_length"),
+        num_heads=num_heads,
+        num_kv_heads=settings.integer(prefix + "attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        vocab_size=_vocab_size(file, settings, prefix),
+        rms_norm_eps=settings.number(prefix + "attention.layer_norm_rms_epsilon"),
+        rope_theta=settings.number(prefix + "rope.freq_base", 10000.0),
+        rope_scaling=_rope_scaling(file, settings, prefix),
+        max_context=settings.integer(prefix + "context_length"),
+        tie_word_embeddings="output.weight" not in file.tensors,
+        sliding_window=settings.integer(prefix + "attention.sliding_window") if has_window else None,
+        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        bos_token_id=next(iter(settings.token_ids("tokenizer.ggml.bos_token_id")), None),
+        eos_token_ids=_eos_token_ids(settings),
+        torch_dtype="float32",
+    ).check(file.path)
+
+
+def _vocab_size(file: GgufFile, settings: Settings, prefix: str) -> int:
+    """The rows of the embedding; the metadata may be older than they are."""
+    embedding = file.tensors.get("token_embd.weight")
+    return settings.integer(prefix + "vocab_size") if embedding is None else embedding.shape[0]
+
+
+def _rope_scaling(file: GgufFile, settings: Settings, prefix: str) -> RopeScaling | None:
+    kind = settings.text(prefix + "rope.scaling.type", "none")
+    if (info := file.tensors.get("rope_freqs.weight")) is not None:
+        layout = struct.Struct(f"<{info.shape[0]}f")  # always float32
+        return RopeScaling("factors", factors=layout.unpack(file.tensor_bytes(info, layout.size)))
+    if kind == "none":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", settings.number(prefix + "rope.scaling.factor"))
+    raise settings.complaint(prefix + "rope.scaling.type", f"{kind!r} is not supported, only none and linear")
+
+
+def _eos_token_ids(settings: Settings) -> tuple[int, ...]:
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    return tuple(sorted({token_id for key in keys for token_id in settings.token_ids(key)}))

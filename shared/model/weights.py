@@ -1,0 +1,170 @@
+"""The tensors of one stage, fused at load time into as few matrices as the forward pass multiplies with.
+
+A `TensorReader` hands out tensors by their Hugging Face names; what a stage needs, and of which shape, is decided
+here, once for every file format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from stagemesh.shared.core.layers import LayerRange
+from stagemesh.shared.model.config import ModelConfig
+
+Progress = Callable[[int, int], None]  # bytes loaded so far, bytes in all
+Shape = tuple[int, ...]
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+OUTPUT, GATE_UP, DOWN = ("self_attn.o_proj",), ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)
+INPUT_NORM, POST_NORM = "input_layernorm", "post_attention_layernorm"
+
+
+class TensorReader(Protocol):
+    """The weights of one model."""
+
+    def read(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """The tensor `name` as `dtype`, in memory of its own. Raises Rejected naming file and tensor where it is
+        missing, truncated or not of `shape`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. Matrices are [out, in]; all in the stage's dtype.
+
+    qkv: [(heads + 2 * kv_heads) * head_dim, hidden]; gate_up: [2 * intermediate, hidden].
+    """
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class StageWeights:
+    """What a stage holds: `embedding` on the first, `norm` and `lm_head` on the last. `embedding` and `lm_head` are
+    one tensor where the model ties them and the stage is both."""
+
+    layers: tuple[LayerWeights, ...]
+    embedding: Tensor | None
+    norm: Tensor | None
+    lm_head: Tensor | None
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """The shape of every tensor of a layer, by its name within the layer."""
+    hidden, wide = config.hidden_size, config.intermediate_size
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    sizes = {name: (rows, hidden) for name, rows in zip(QKV, (heads, kv_heads, kv_heads), strict=True)}
+    sizes |= {
+        OUTPUT[0]: (hidden, heads),
+        GATE_UP[0]: (wide, hidden),
+        GATE_UP[1]: (wide, hidden),
+        DOWN[0]: (hidden, wide),
+    }
+    shapes: dict[str, Shape] = {f"{INPUT_NORM}.weight": (hidden,), f"{POST_NORM}.weight": (hidden,)}
+    for name, size in sizes.items():
+        shapes[f"{name}.weight"] = size
+        if config.attention_bias if name.startswith("self_attn") else config.mlp_bias:
+            shapes[f"{name}.bias"] = size[:1]
+    return shapes
+
+
+def stage_shapes(config: ModelConfig, layers: LayerRange, *, first: bool, last: bool) -> dict[str, Shape]:
+    """The shape of every tensor that a stage reads, by its full name."""
+    each = layer_shapes(config)
+    shapes = {f"model.layers.{layer}.{name}": each[name] for layer in range(layers.lo, layers.hi) for name in each}
+    table = (config.vocab_size, config.hidden_size)
+    if first:
+        shapes[EMBEDDING] = table
+    if last:
+        shapes[FINAL_NORM] = (config.hidden_size,)
+        shapes[EMBEDDING if config.tie_word_embeddings else HEAD] = table
+    return shapes
+
+
+def weight_bytes(config: ModelConfig, layers: LayerRange, dtype: torch.dtype, *, first: bool, last: bool) -> int:
+    """Bytes that the weights of a stage take once loaded."""
+    shapes = stage_shapes(config, layers, first=first, last=last)
+    return sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
+
+
+def load_stage(
+    reader: TensorReader,
+    config: ModelConfig,
+    layers: LayerRange,
+    dtype: torch.dtype,
+    *,
+    first: bool,
+    last: bool,
+    progress: Progress | None = None,
+) -> StageWeights:
+    """Reads what the stage needs and nothing else. Raises Rejected, from the reader."""
+    total = weight_bytes(config, layers, dtype, first=first, last=last)
+    loading = _Loading(reader, stage_shapes(config, layers, first=first, last=last), dtype, total, progress)
+    embedding = loading.one(EMBEDDING) if first else None
+    loaded = tuple(_load_layer(loading, f"model.layers.{layer}.") for layer in range(layers.lo, layers.hi))
+    norm = head = None
+    if last:
+        norm = loading.one(FINAL_NORM)
+        tied = config.tie_word_embeddings
+        head = embedding if tied and embedding is not None else loading.one(EMBEDDING if tied else HEAD)
+    return StageWeights(loaded, embedding, norm, head)
+
+
+class _Loading:
+    """Reads tensors and counts their bytes."""
+
+    def __init__(
+        self, reader: TensorReader, shapes: dict[str, Shape], dtype: torch.dtype, total: int, progress: Progress | None
+    ) -> None:
+        self._reader, self._shapes, self._dtype = reader, shapes, dtype
+        self._total, self._done, self._progress = total, 0, progress
+
+    def one(self, name: str) -> Tensor:
+        tensor = self._reader.read(name, self._shapes[name], self._dtype)
+        self._done += tensor.nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+        return tensor
+
+    def fused(self, names: Iterator[str]) -> Tensor | None:
+        """The tensors of one kind, one below the other; None where the model has none."""
+        parts = [self.one(name) for name in names if name in self._shapes]
+        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
+
+
+def _load_layer(loading: _Loading, prefix: str) -> LayerWeights:
+    def weight(names: tuple[str, ...]) -> Tensor:
+        fused = loading.fused(f"{prefix}{name}.weight" for name in names)
+        assert fused is not None
+        return fused
+
+    def bias(names: tuple[str, ...]) -> Tensor | None:
+        return loading.fused(f"{prefix}{name}.bias" for name in names)
+
+    return LayerWeights(
+        input_norm=weight((INPUT_NORM,)),
+        qkv=weight(QKV),
+        qkv_bias=bias(QKV),
+        output=weight(OUTPUT),
+        output_bias=bias(OUTPUT),
+        post_norm=weight((POST_NORM,)),
+        gate_up=weight(GATE_UP),
+        gate_up_bias=bias(GATE_UP),
+        down=weight(DOWN),
+        down_bias=bias(DOWN),
+    )

@@ -1,0 +1,136 @@
+from stagemesh.shared.pb import mesh_pb2 as _mesh_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class InstanceReport(_message.Message):
+    __slots__ = ("info", "step_counter", "has_work", "leaving")
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    STEP_COUNTER_FIELD_NUMBER: _ClassVar[int]
+    HAS_WORK_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    info: _mesh_pb2.InstanceInfo
+    step_counter: int
+    has_work: bool
+    leaving: bool
+    def __init__(self, info: _Optional[_Union[_mesh_pb2.InstanceInfo, _Mapping]] = ..., step_counter: _Optional[int] = ..., has_work: _Optional[bool] = ..., leaving: _Optional[bool] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("router",)
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    def __init__(self, router: _Optional[str] = ...) -> None: ...
+
+class DirectoryUpdate(_message.Message):
+    __slots__ = ("snapshot", "changed", "removed")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    snapshot: bool
+    changed: _containers.RepeatedCompositeFieldContainer[_mesh_pb2.InstanceInfo]
+    removed: _containers.RepeatedCompositeFieldContainer[InstanceRef]
+    def __init__(self, snapshot: _Optional[bool] = ..., changed: _Optional[_Iterable[_Union[_mesh_pb2.InstanceInfo, _Mapping]]] = ..., removed: _Optional[_Iterable[_Union[InstanceRef, _Mapping]]] = ...) -> None: ...
+
+class InstanceRef(_message.Message):
+    __slots__ = ("name", "epoch")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    epoch: int
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class OpenTicketRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "prefill", "decode", "prompt_tokens", "max_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    prefill: InstanceRef
+    decode: InstanceRef
+    prompt_tokens: int
+    max_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prefill: _Optional[_Union[InstanceRef, _Mapping]] = ..., decode: _Optional[_Union[InstanceRef, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class OpenTicketReply(_message.Message):
+    __slots__ = ("ticket_id",)
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    ticket_id: str
+    def __init__(self, ticket_id: _Optional[str] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("ticket_id",)
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    ticket_id: str
+    def __init__(self, ticket_id: _Optional[str] = ...) -> None: ...
+
+class ReserveReply(_message.Message):
+    __slots__ = ("pages", "targets")
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    pages: bytes
+    targets: _containers.RepeatedCompositeFieldContainer[_mesh_pb2.StageInfo]
+    def __init__(self, pages: _Optional[bytes] = ..., targets: _Optional[_Iterable[_Union[_mesh_pb2.StageInfo, _Mapping]]] = ...) -> None: ...
+
+class FillRequest(_message.Message):
+    __slots__ = ("ticket_id",)
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    ticket_id: str
+    def __init__(self, ticket_id: _Optional[str] = ...) -> None: ...
+
+class FillReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PieceRange(_message.Message):
+    __slots__ = ("target_rank", "first_page", "last_page")
+    TARGET_RANK_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    LAST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    target_rank: int
+    first_page: int
+    last_page: int
+    def __init__(self, target_rank: _Optional[int] = ..., first_page: _Optional[int] = ..., last_page: _Optional[int] = ...) -> None: ...
+
+class WriterReport(_message.Message):
+    __slots__ = ("ticket_id", "instance", "pp_rank", "pieces", "kv_bytes", "error", "in_doubt")
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    PP_RANK_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    IN_DOUBT_FIELD_NUMBER: _ClassVar[int]
+    ticket_id: str
+    instance: InstanceRef
+    pp_rank: int
+    pieces: _containers.RepeatedCompositeFieldContainer[PieceRange]
+    kv_bytes: int
+    error: str
+    in_doubt: bool
+    def __init__(self, ticket_id: _Optional[str] = ..., instance: _Optional[_Union[InstanceRef, _Mapping]] = ..., pp_rank: _Optional[int] = ..., pieces: _Optional[_Iterable[_Union[PieceRange, _Mapping]]] = ..., kv_bytes: _Optional[int] = ..., error: _Optional[str] = ..., in_doubt: _Optional[bool] = ...) -> None: ...
+
+class WriterReportReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FailTicketRequest(_message.Message):
+    __slots__ = ("ticket_id", "reason", "quiescent")
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    QUIESCENT_FIELD_NUMBER: _ClassVar[int]
+    ticket_id: str
+    reason: str
+    quiescent: bool
+    def __init__(self, ticket_id: _Optional[str] = ..., reason: _Optional[str] = ..., quiescent: _Optional[bool] = ...) -> None: ...
+
+class FailTicketReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

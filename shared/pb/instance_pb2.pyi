@@ -1,0 +1,165 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SequenceEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SEQUENCE_END_NONE: _ClassVar[SequenceEnd]
+    SEQUENCE_END_STOP: _ClassVar[SequenceEnd]
+    SEQUENCE_END_LENGTH: _ClassVar[SequenceEnd]
+    SEQUENCE_END_FAILED: _ClassVar[SequenceEnd]
+    SEQUENCE_END_REJECTED: _ClassVar[SequenceEnd]
+SEQUENCE_END_NONE: SequenceEnd
+SEQUENCE_END_STOP: SequenceEnd
+SEQUENCE_END_LENGTH: SequenceEnd
+SEQUENCE_END_FAILED: SequenceEnd
+SEQUENCE_END_REJECTED: SequenceEnd
+
+class Sampling(_message.Message):
+    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "eos_token_ids", "stop_token_ids")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    ignore_eos: bool
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RequestRef(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class SessionUp(_message.Message):
+    __slots__ = ("open", "submit", "first_token", "abort")
+    class Open(_message.Message):
+        __slots__ = ("router", "epoch")
+        ROUTER_FIELD_NUMBER: _ClassVar[int]
+        EPOCH_FIELD_NUMBER: _ClassVar[int]
+        router: str
+        epoch: int
+        def __init__(self, router: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    class Submit(_message.Message):
+        __slots__ = ("request", "sampling", "prompt_tokens", "token_ids", "ticket_id", "decode_instance")
+        REQUEST_FIELD_NUMBER: _ClassVar[int]
+        SAMPLING_FIELD_NUMBER: _ClassVar[int]
+        PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+        TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+        TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+        DECODE_INSTANCE_FIELD_NUMBER: _ClassVar[int]
+        request: RequestRef
+        sampling: Sampling
+        prompt_tokens: int
+        token_ids: bytes
+        ticket_id: str
+        decode_instance: str
+        def __init__(self, request: _Optional[_Union[RequestRef, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., ticket_id: _Optional[str] = ..., decode_instance: _Optional[str] = ...) -> None: ...
+    class FirstToken(_message.Message):
+        __slots__ = ("request", "token_id")
+        REQUEST_FIELD_NUMBER: _ClassVar[int]
+        TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+        request: RequestRef
+        token_id: int
+        def __init__(self, request: _Optional[_Union[RequestRef, _Mapping]] = ..., token_id: _Optional[int] = ...) -> None: ...
+    class AbortSequence(_message.Message):
+        __slots__ = ("request",)
+        REQUEST_FIELD_NUMBER: _ClassVar[int]
+        request: RequestRef
+        def __init__(self, request: _Optional[_Union[RequestRef, _Mapping]] = ...) -> None: ...
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    open: SessionUp.Open
+    submit: SessionUp.Submit
+    first_token: SessionUp.FirstToken
+    abort: SessionUp.AbortSequence
+    def __init__(self, open: _Optional[_Union[SessionUp.Open, _Mapping]] = ..., submit: _Optional[_Union[SessionUp.Submit, _Mapping]] = ..., first_token: _Optional[_Union[SessionUp.FirstToken, _Mapping]] = ..., abort: _Optional[_Union[SessionUp.AbortSequence, _Mapping]] = ...) -> None: ...
+
+class SequenceOutput(_message.Message):
+    __slots__ = ("request", "token_ids", "end", "error")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    request: RequestRef
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    end: SequenceEnd
+    error: str
+    def __init__(self, request: _Optional[_Union[RequestRef, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., end: _Optional[_Union[SequenceEnd, str]] = ..., error: _Optional[str] = ...) -> None: ...
+
+class SessionDown(_message.Message):
+    __slots__ = ("outputs",)
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    outputs: _containers.RepeatedCompositeFieldContainer[SequenceOutput]
+    def __init__(self, outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ...) -> None: ...
+
+class ReservePagesRequest(_message.Message):
+    __slots__ = ("ticket_id", "request", "prompt_tokens", "max_tokens", "epoch")
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ticket_id: str
+    request: RequestRef
+    prompt_tokens: int
+    max_tokens: int
+    epoch: int
+    def __init__(self, ticket_id: _Optional[str] = ..., request: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class ReservePagesReply(_message.Message):
+    __slots__ = ("pages",)
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    pages: bytes
+    def __init__(self, pages: _Optional[bytes] = ...) -> None: ...
+
+class CommitTicketRequest(_message.Message):
+    __slots__ = ("ticket_id", "epoch")
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ticket_id: str
+    epoch: int
+    def __init__(self, ticket_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class CommitTicketReply(_message.Message):
+    __slots__ = ("accepted",)
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    accepted: bool
+    def __init__(self, accepted: _Optional[bool] = ...) -> None: ...
+
+class CloseTicketRequest(_message.Message):
+    __slots__ = ("ticket_id", "reason", "quiesced", "epoch")
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    QUIESCED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ticket_id: str
+    reason: str
+    quiesced: bool
+    epoch: int
+    def __init__(self, ticket_id: _Optional[str] = ..., reason: _Optional[str] = ..., quiesced: _Optional[bool] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class CloseTicketReply(_message.Message):
+    __slots__ = ("quiescent",)
+    QUIESCENT_FIELD_NUMBER: _ClassVar[int]
+    quiescent: bool
+    def __init__(self, quiescent: _Optional[bool] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""gRPC, in one place: options, errors, servers, stubs."""

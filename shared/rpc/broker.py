@@ -1,0 +1,61 @@
+"""Calling the broker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stagemesh.shared.codec.arrays import to_tuple
+from stagemesh.shared.codec.mesh import ref_to_pb, stage_from_pb
+from stagemesh.shared.core.directory import StageInfo
+from stagemesh.shared.core.identity import InstanceRef, RequestRef
+from stagemesh.shared.pb import broker_pb2
+from stagemesh.shared.rpc.client import Client
+
+BROKER = broker_pb2.DESCRIPTOR.services_by_name["Broker"]
+CALL_TIMEOUT_S = 5.0
+RESERVE_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Pages of a decode instance, one for each page of the prompt, and its stages."""
+
+    pages: tuple[int, ...]
+    targets: tuple[StageInfo, ...]
+
+
+class BrokerClient:
+    """The unary calls. All raise what `Client` raises."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    async def open_ticket(
+        self, request: RequestRef, prefill: InstanceRef, decode: InstanceRef, prompt_tokens: int, max_tokens: int
+    ) -> str:
+        message = broker_pb2.OpenTicketRequest(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            prefill=ref_to_pb(prefill),
+            decode=ref_to_pb(decode),
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+        )
+        reply = await self.client.call("OpenTicket", message, timeout_s=CALL_TIMEOUT_S)
+        return str(reply.ticket_id)
+
+    async def reserve(self, ticket_id: str) -> Reservation:
+        """Waits up to RESERVE_TIMEOUT_S for pages; then raises Retryable."""
+        message = broker_pb2.ReserveRequest(ticket_id=ticket_id)
+        reply = await self.client.call("Reserve", message, timeout_s=RESERVE_TIMEOUT_S)
+        return Reservation(to_tuple(reply.pages), tuple(stage_from_pb(target) for target in reply.targets))
+
+    async def fill(self, ticket_id: str) -> None:
+        await self.client.call("Fill", broker_pb2.FillRequest(ticket_id=ticket_id), timeout_s=CALL_TIMEOUT_S)
+
+    async def fail_ticket(self, ticket_id: str, reason: str, *, quiescent: bool = False) -> None:
+        message = broker_pb2.FailTicketRequest(ticket_id=ticket_id, reason=reason, quiescent=quiescent)
+        await self.client.call("FailTicket", message, timeout_s=CALL_TIMEOUT_S)
+
+    async def report_writer(self, report: broker_pb2.WriterReport) -> None:
+        await self.client.call("ReportWriter", report, timeout_s=CALL_TIMEOUT_S)

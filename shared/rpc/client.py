@@ -1,0 +1,111 @@
+"""Calling a service of the mesh: stubs made from service descriptors, errors mapped once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from stagemesh.shared.errors import PeerLost
+from stagemesh.shared.rpc.errors import from_rpc
+from stagemesh.shared.rpc.options import CHANNEL_OPTIONS
+
+
+class Client:
+    """One channel to `address`, with the methods of any number of services.
+
+    Raises StagemeshError's children, never gRPC's own: Rejected, Exhausted, Retryable (away, or too late), Cancelled,
+    ProtocolViolation, Bug.
+    """
+
+    def __init__(self, address: str, *services: ServiceDescriptor) -> None:
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._methods = {method.name: self._bind(method) for service in services for method in service.methods}
+
+    def _bind(self, method: MethodDescriptor) -> Any:
+        kind = f"{_side(method.client_streaming)}_{_side(method.server_streaming)}"
+        return getattr(self._channel, kind)(
+            f"/{method.containing_service.full_name}/{method.name}",
+            request_serializer=GetMessageClass(method.input_type).SerializeToString,
+            response_deserializer=GetMessageClass(method.output_type).FromString,
+        )
+
+    async def call(self, method: str, request: Message, *, timeout_s: float) -> Any:
+        """A unary call; the answer."""
+        try:
+            return await self._methods[method](request, timeout=timeout_s, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error, self.address) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise PeerLost(f"{self.address}: the channel was closed") from None  # gRPC's word for it is the same
+
+    async def receive(self, method: str, request: Message, *, timeout_s: float | None = None) -> AsyncIterator[Any]:
+        """The answers of a server-streaming call. Closing the iterator cancels the call."""
+        call = self._methods[method](request, timeout=timeout_s)
+        try:
+            async for message in call:
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error, self.address) from None
+        finally:
+            call.cancel()
+
+    def open(self, method: str) -> Duplex:
+        """A stream that this side writes to, and reads from if the method answers with a stream."""
+        return Duplex(self._methods[method](wait_for_ready=True), self.address)
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+
+class Duplex:
+    """An open stream."""
+
+    def __init__(self, call: Any, peer: str) -> None:
+        self._call, self._peer = call, peer
+
+    async def send(self, message: Message) -> None:
+        try:
+            await self._call.write(message)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error, self._peer) from None
+        except grpc.aio.UsageError as error:  # the call is over already
+            raise from_rpc(await self._ended(), self._peer) from error
+
+    async def _ended(self) -> grpc.aio.AioRpcError:
+        code, details = await self._call.code(), await self._call.details()
+        return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+
+    async def receive(self) -> AsyncIterator[Any]:
+        """What the peer sends, until it ends the stream."""
+        try:
+            async for message in self._call:
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error, self._peer) from None
+
+    async def done_writing(self) -> None:
+        """Ends this side of the stream."""
+        await self._call.done_writing()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+def _side(streaming: bool) -> str:
+    return "stream" if streaming else "unary"

@@ -1,0 +1,55 @@
+"""Our errors as gRPC statuses, and back."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import grpc
+
+from stagemesh.shared.errors import (
+    Bug,
+    Cancelled,
+    Exhausted,
+    PeerLost,
+    ProtocolViolation,
+    Rejected,
+    Retryable,
+    StagemeshError,
+)
+
+_CODES: Final[tuple[tuple[type[Exception], grpc.StatusCode], ...]] = (
+    (Rejected, grpc.StatusCode.INVALID_ARGUMENT),
+    (Exhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (Retryable, grpc.StatusCode.UNAVAILABLE),
+    (PeerLost, grpc.StatusCode.UNAVAILABLE),
+    (Cancelled, grpc.StatusCode.CANCELLED),
+    (ProtocolViolation, grpc.StatusCode.FAILED_PRECONDITION),
+    (TimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
+)
+
+
+def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
+    """The status that a server answers for `error`. What is not ours is a bug of ours."""
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return code, str(error)
+    return grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"
+
+
+def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> StagemeshError:
+    """The error that a client raises for a call to `peer` that ended with a status."""
+    code, details = error.code(), error.details() or ""
+    match code:
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            field, _, message = details.partition(": ")
+            return Rejected(field, message) if message else Rejected("request", details)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return Exhausted(details)
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED:
+            return Retryable(f"{peer}: {details or code.name}")
+        case grpc.StatusCode.CANCELLED:
+            return Cancelled(f"{peer}: {details or code.name}")
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            return ProtocolViolation(f"{peer}: {details}")
+        case _:
+            return Bug(f"{peer}: {code.name}: {details}")

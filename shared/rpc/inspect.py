@@ -1,0 +1,55 @@
+"""The Inspect service of a process: its invariants, its trace, its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from stagemesh.shared.errors import Bug
+from stagemesh.shared.obs.trace import Tracer
+from stagemesh.shared.pb import inspect_pb2
+
+INSPECT = inspect_pb2.DESCRIPTOR.services_by_name["Inspect"]
+
+
+class Inspectable(Protocol):
+    """What a process shows."""
+
+    def check_integrity(self) -> None:
+        """Raises Bug if an invariant does not hold."""
+        ...
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        """What is in flight; all zero when nothing is."""
+        ...
+
+    @property
+    def gauges(self) -> Mapping[str, int]:
+        """What else is worth a number."""
+        ...
+
+
+class InspectService:
+    """Answers for one process."""
+
+    def __init__(
+        self, subject: Inspectable, tracer: Tracer, peers: Callable[[], Mapping[str, str]] | None = None
+    ) -> None:
+        self._subject, self._tracer, self._peers = subject, tracer, peers
+
+    async def Check(self, request: inspect_pb2.CheckRequest, context: Any) -> inspect_pb2.CheckReply:  # noqa: N802
+        violation = ""
+        try:
+            self._subject.check_integrity()
+        except Bug as error:
+            violation = str(error)
+        held, gauges = self._subject.held, self._subject.gauges
+        return inspect_pb2.CheckReply(ok=not violation, violation=violation, held=held, gauges=gauges)
+
+    async def Trace(self, request: inspect_pb2.TraceRequest, context: Any) -> inspect_pb2.TraceReply:  # noqa: N802
+        return inspect_pb2.TraceReply(spans=self._tracer.dump())
+
+    async def Peers(self, request: inspect_pb2.PeersRequest, context: Any) -> inspect_pb2.PeersReply:  # noqa: N802
+        known = self._peers() if self._peers else {}
+        return inspect_pb2.PeersReply(peers=[inspect_pb2.Peer(name=n, address=a) for n, a in known.items()])

@@ -1,0 +1,111 @@
+"""Serving: handlers made from service descriptors, health and reflection on every server, errors mapped once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from stagemesh.shared.errors import Rejected, StagemeshError
+from stagemesh.shared.obs.log import Log
+from stagemesh.shared.rpc.errors import status_of
+from stagemesh.shared.rpc.options import SERVER_OPTIONS
+
+log = Log(logging.getLogger(__name__))
+
+
+class Server:
+    """A gRPC server at one address. An implementation has one method a rpc, named as in the proto, that takes the
+    request (or an iterator of them) and the context. A streaming answer is an async generator, or a coroutine that
+    calls `context.write`."""
+
+    def __init__(self, services: Mapping[ServiceDescriptor, object]) -> None:
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        for service, implementation in services.items():
+            handlers = {method.name: _handler(method, implementation) for method in service.methods}
+            generic = grpc.method_handlers_generic_handler(service.full_name, handlers)
+            self._server.add_generic_rpc_handlers((generic,))
+        names = [service.full_name for service in services]
+        reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    async def start(self, address: str) -> str:
+        """Listens and returns the address, with its port if 0 was asked for. Raises Rejected if it is taken."""
+        if address.startswith("unix:"):
+            _remove_stale_socket(address.removeprefix("unix:"))
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise Rejected("listen", f"cannot listen on {address}: is it in use? ({error})") from None
+        await self._server.start()
+        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+
+    async def set_serving(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Refuses new calls, gives running ones `grace_s` seconds, cancels the rest."""
+        await self._server.stop(grace_s)
+
+
+def _remove_stale_socket(path: str) -> None:
+    """A socket left by a killed process. Its run directory is ours alone."""
+    if os.path.exists(path):
+        os.unlink(path)
+
+
+def _handler(method: MethodDescriptor, implementation: object) -> Any:
+    call = getattr(implementation, method.name)
+    kind = "stream" if method.client_streaming else "unary"
+    answer, wrap = ("stream", _streaming) if method.server_streaming else ("unary", _unary)
+    return getattr(grpc, f"{kind}_{answer}_rpc_method_handler")(
+        wrap(call, method.full_name),
+        request_deserializer=GetMessageClass(method.input_type).FromString,
+        response_serializer=GetMessageClass(method.output_type).SerializeToString,
+    )
+
+
+def _unary(call: Any, name: str) -> Any:
+    @functools.wraps(call)
+    async def handle(request: Any, context: Any) -> Any:
+        try:
+            return await call(request, context)
+        except Exception as error:
+            await _abort(context, error, name)
+
+    return handle
+
+
+def _streaming(call: Any, name: str) -> Any:
+    if not inspect.isasyncgenfunction(call):
+        return _unary(call, name)  # it writes to the context itself
+
+    @functools.wraps(call)
+    async def handle(request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for message in call(request, context):
+                yield message
+        except Exception as error:
+            await _abort(context, error, name)
+
+    return handle
+
+
+async def _abort(context: Any, error: Exception, name: str) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    code, details = status_of(error)
+    if not isinstance(error, StagemeshError | TimeoutError):
+        log.error("a handler failed", error=error, rpc=name)
+    await context.abort(code, details)

@@ -1,0 +1,74 @@
+"""The service's side of the sd_notify protocol: datagrams of `NAME=value` lines to $NOTIFY_SOCKET.
+
+STATUS=... -> READY=1 (and X_ADDRESS=, where the service really listens) -> WATCHDOG=1 ... -> STOPPING=1
+
+Under systemd and under `stagemesh up` alike. Without $NOTIFY_SOCKET every call does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import Final
+
+ADDRESS: Final = "X_ADDRESS"
+PATIENCE_S: Final = 2.0
+
+
+class Notifier:
+    """Never raises: a supervisor that does not listen must not stop a service. What is lost is counted.
+
+    A unix socket holds ten datagrams or so. What must not be lost, `ready` and `stopping`, waits up to PATIENCE_S for
+    room; the rest does not wait.
+    """
+
+    def __init__(self, path: str | None, watchdog_timeout_s: float | None = None) -> None:
+        self.watchdog_timeout_s = watchdog_timeout_s
+        self.num_lost = 0
+        # a leading @ stands for the NUL byte of Linux's abstract namespace
+        self._target = "\0" + path[1:] if path and path.startswith("@") else path
+        self._socket: socket.socket | None = None
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Notifier:
+        """As systemd sets it: NOTIFY_SOCKET, and WATCHDOG_USEC if WATCHDOG_PID is ours or absent."""
+        timeout_us = environ.get("WATCHDOG_USEC", "")
+        ours = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        timeout_s = int(timeout_us) / 1e6 if timeout_us.isdecimal() and ours else None
+        return cls(environ.get("NOTIFY_SOCKET"), timeout_s)
+
+    def ready(self, address: str | None = None) -> None:
+        """The service takes work now. `address` is where, if that was not known from the config (port 0)."""
+        self._send("READY=1", *([f"{ADDRESS}={address}"] if address else []), patience_s=PATIENCE_S)
+
+    def status(self, text: str) -> None:
+        """One line on what the service is doing, for people."""
+        self._send(f"STATUS={text.replace(chr(10), ' ')}")
+
+    def stopping(self) -> None:
+        self._send("STOPPING=1", patience_s=PATIENCE_S)
+
+    def watchdog(self) -> None:
+        """Says that work makes progress; to be called more often than `watchdog_timeout_s`."""
+        self._send("WATCHDOG=1")
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _send(self, *lines: str, patience_s: float = 0.0) -> None:
+        if self._target is None:
+            return
+        try:
+            if self._socket is None:
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+                self._socket.connect(self._target)  # only a connected one can be waited for
+            self._socket.settimeout(patience_s)
+            self._socket.send("\n".join(lines).encode())
+        except (BlockingIOError, TimeoutError):
+            self.num_lost += 1
+        except OSError:
+            self.num_lost += 1
+            self.close()

@@ -1,0 +1,67 @@
+"""Which processes a deployment has on one machine, and in which order they stop. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Final, Literal
+
+from stagemesh.shared.config import Config
+from stagemesh.shared.errors import Rejected
+
+ServiceName = Literal["router", "prefill", "decode", "broker", "nats"]
+Entry = Callable[[Config, str | None, int | None], None]
+"""Runs a service of (config, instance, pp_rank) until it is told to stop."""
+
+ENTRIES: Final[Mapping[str, str]] = {
+    "router": "stagemesh.services.router.service:run",
+    "prefill": "stagemesh.services.prefill.service:run",
+    "decode": "stagemesh.services.decode.service:run",
+    "broker": "stagemesh.services.broker.service:run",
+}
+"""By name, since nothing under `shared` imports a service."""
+
+STOP_ORDER: Final[Mapping[ServiceName, int]] = {"router": 0, "prefill": 1, "decode": 1, "broker": 2, "nats": 3}
+"""Those who take work from others stop before those others; the same number means at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process. `name` is unique: `router`, `decode-0/1`. `address` is where it listens, as the config has it."""
+
+    name: str
+    service: ServiceName
+    instance: str | None
+    pp_rank: int | None
+    address: str
+
+
+def service_processes(config: Config) -> tuple[ProcessSpec, ...]:
+    """All processes but the NATS server, in the order they are started."""
+    stages = tuple(
+        ProcessSpec(f"{instance.name}/{rank}", instance.role, instance.name, rank, address)
+        for instance in config.instances
+        for rank, address in enumerate(instance.stages)
+    )
+    broker = ProcessSpec("broker", "broker", None, None, config.broker.listen)
+    router = ProcessSpec("router", "router", None, None, config.router.listen)
+    return (broker, *stages, router)
+
+
+def find_process(config: Config, service: ServiceName, instance: str | None, pp_rank: int | None) -> ProcessSpec:
+    """The process that is asked for by name. Raises Rejected, naming what there is."""
+    if instance is not None and config.instance(instance).role != service:
+        raise Rejected("instance", f"{instance} is a {config.instance(instance).role} instance, not {service}")
+    found = [spec for spec in service_processes(config) if spec.service == service]
+    for spec in found:
+        if (spec.instance, spec.pp_rank) == (instance, pp_rank):
+            return spec
+    raise Rejected("rank", f"no stage {pp_rank} of {instance}; there are {', '.join(spec.name for spec in found)}")
+
+
+def load_entry(target: str) -> Entry:
+    """The function that `module:name` names; importing the module is this process's first use of it."""
+    module, _, name = target.partition(":")
+    entry: Entry = getattr(import_module(module), name)
+    return entry

@@ -1,0 +1,133 @@
+"""The life of a service process, the same for all four kinds.
+
+start ---> ready ---> serving --SIGTERM, SIGINT or stop--> draining ---> closed
+  |                      |                                    |
+  +--signal: cancelled   +--a child failed: closed, raises    +--second signal or deadline: cut off
+
+Resources are entered into one stack while starting and left in reverse order at the end, whichever way it comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any, Protocol, TypeVar
+
+from stagemesh.shared.runtime.notify import Notifier
+
+T = TypeVar("T")
+Child = Coroutine[Any, Any, None]
+
+
+class Service(Protocol):
+    """What `run_service` needs of a service."""
+
+    async def start(self, stack: AsyncExitStack) -> list[Child]:
+        """Enters resources into `stack`; returns the children that run as long as the service does."""
+        ...
+
+    async def withdraw(self) -> None:
+        """Leaves the directory and refuses new work from now on."""
+        ...
+
+    async def idle(self) -> None:
+        """Returns when nothing is in flight."""
+        ...
+
+    @property
+    def address(self) -> str | None:
+        """Where it listens, if only known after `start`; else None."""
+        ...
+
+
+class StopSignals:
+    """Counts what asks the service to stop: the first one drains, the second cuts the drain short."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.cut_off = asyncio.Event()
+
+    def stop(self) -> None:
+        (self.cut_off if self.drain.is_set() else self.drain).set()
+
+
+async def run_service(
+    service: Service, *, drain_timeout_s: float, notifier: Notifier, signals: StopSignals | None = None
+) -> bool:
+    """Runs `service` until it is told to stop, then drains it. True if nothing had to be cut off.
+
+    Raises the ExceptionGroup of a start or a child that failed; then everything is closed already.
+    """
+    signals = signals or StopSignals()
+    with _handled(signals.stop):
+        async with AsyncExitStack() as stack:
+            children = await _until(signals.drain, service.start(stack))
+            if children is None:
+                return True
+            notifier.ready(service.address)
+            return await _serve(service, children, signals, drain_timeout_s, notifier)
+
+
+async def _serve(
+    service: Service, children: list[Child], signals: StopSignals, drain_timeout_s: float, notifier: Notifier
+) -> bool:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(child) for child in children]
+        await signals.drain.wait()
+        notifier.stopping()
+        drained = await _until(signals.cut_off, _drain(service, drain_timeout_s))
+        for task in tasks:
+            task.cancel()
+    return drained is True
+
+
+async def _drain(service: Service, timeout_s: float) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await service.withdraw()
+            await service.idle()
+    except TimeoutError:
+        return False
+    return True
+
+
+class _ToldToStop(Exception):
+    pass
+
+
+async def _until(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None if `event` came first and `work` was cancelled.
+
+    `work` runs in the calling task, so a TaskGroup or a timeout that it enters into the stack is left by the task that
+    entered it.
+    """
+
+    async def watch() -> None:
+        await event.wait()
+        raise _ToldToStop
+
+    result: T | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            watcher = group.create_task(watch())
+            result = await work
+            watcher.cancel()
+    except* _ToldToStop:
+        pass
+    return result
+
+
+@contextmanager
+def _handled(stop: Callable[[], None]) -> Iterator[None]:
+    """Without a handler SIGTERM would end the process and skip every `finally`."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,282 @@
+"""`stagemesh up`: every process of a deployment on this machine, started, watched and stopped in order.
+
+starting the bus --> starting --all ready--> serving --SIGTERM, SIGINT, SIGHUP--> stopping --> over (exit code 0)
+       |                |                       |
+       +----------------+--a child ended, or the time to start is up --> stopping --> over (exit code 1)
+
+One thread, no asyncio and no grpc, so that forking is safe: children inherit what was imported here (torch) and
+nothing that runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from stagemesh.shared.config import Config, dump_toml
+from stagemesh.shared.runtime.child import Child
+from stagemesh.shared.runtime.children import Children
+from stagemesh.shared.runtime.drain import DrainSchedule, Stop
+from stagemesh.shared.runtime.exits import EXIT_FAILED, ExitAction, describe_exit, on_exit
+from stagemesh.shared.runtime.nats_server import (
+    NATS_SPEC,
+    find_nats_server,
+    listen_address,
+    run_nats_server,
+    says_ready,
+)
+from stagemesh.shared.runtime.notify import ADDRESS
+from stagemesh.shared.runtime.notify_socket import NotifySocket
+from stagemesh.shared.runtime.plan import ENTRIES, STOP_ORDER, ProcessSpec, load_entry, service_processes
+from stagemesh.shared.runtime.ready import ready_record, ready_text
+from stagemesh.shared.runtime.reporter import Reporter
+from stagemesh.shared.runtime.rundir import write_atomically
+from stagemesh.shared.runtime.signals import STOP_SIGNALS, SignalPipe, watched_signals
+
+STOP_GRACE_S: Final = 5.0
+"""Beyond the drain timeout that a service keeps by itself; also all that one gets which is not ready yet."""
+TAIL_SHOWN: Final = 20
+
+
+class Phase(Enum):
+    STARTING_BUS = "starting the bus"
+    STARTING = "starting"
+    SERVING = "serving"
+    STOPPING = "stopping"
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """`preload` are modules imported once, before forking, if they are installed. `child_environ` is added to every
+    child's environment."""
+
+    config: Config
+    ready_file: Path | None = None
+    startup_timeout_s: float = 180.0
+    entries: Mapping[str, str] = field(default_factory=lambda: ENTRIES)
+    preload: tuple[str, ...] = ("torch",)
+    child_environ: Mapping[str, str] = field(default_factory=dict)
+
+
+def supervise(options: UpOptions, reporter: Reporter) -> int:
+    """Runs the deployment until it is stopped or fails; the exit code. For the main thread, which must be the only one.
+
+    Raises Rejected before anything is started.
+    """
+    with ExitStack() as stack:
+        pipe = stack.enter_context(watched_signals())
+        notify = NotifySocket(Path(options.config.mesh.run_dir) / "notify.sock")
+        stack.callback(notify.close)
+        selector = stack.enter_context(selectors.PollSelector())  # no descriptor of its own to leak into children
+        children = Children()
+        stack.callback(children.kill_all)
+        if options.ready_file is not None:
+            stack.callback(options.ready_file.unlink, missing_ok=True)
+        return Supervisor(options, reporter, pipe, notify, selector, children).run()
+
+
+class Supervisor:
+    """The states and what moves them. What it is given is closed by whoever made it."""
+
+    def __init__(
+        self,
+        options: UpOptions,
+        reporter: Reporter,
+        pipe: SignalPipe,
+        notify: NotifySocket,
+        selector: selectors.BaseSelector,
+        children: Children,
+    ) -> None:
+        self._options = options
+        self._config = options.config
+        self._report = reporter
+        self._pipe = pipe
+        self._notify = notify
+        self._selector = selector
+        self._children = children
+        self._phase = Phase.STARTING_BUS
+        self._drain: DrainSchedule | None = None
+        self._deadline = time.monotonic() + options.startup_timeout_s
+        self._exit_code = 0
+
+    def run(self) -> int:
+        self._selector.register(self._pipe, selectors.EVENT_READ, self._on_signals)
+        self._selector.register(self._notify, selectors.EVENT_READ, self._on_notifications)
+        self._start_bus()
+        _preload(self._options.preload)
+        while True:
+            self._advance(time.monotonic())
+            if self._phase is Phase.OVER:
+                return self._exit_code
+            deadline = self._next_deadline
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            for key, _ in self._selector.select(timeout):
+                key.data()
+
+    @property
+    def _next_deadline(self) -> float | None:
+        if self._drain is not None:
+            return self._drain.deadline
+        return self._deadline if self._phase in (Phase.STARTING_BUS, Phase.STARTING) else None
+
+    def _start_bus(self) -> None:
+        if self._config.nats.url:
+            return
+        store = Path(self._config.mesh.run_dir) / "nats"
+        binary, mesh = find_nats_server(), self._config.mesh.name
+        self._fork(NATS_SPEC, lambda: run_nats_server(binary, store, mesh))
+
+    def _start_services(self) -> None:
+        if (bus := self._children.get(NATS_SPEC.name)) is not None:
+            nats = msgspec.structs.replace(self._config.nats, url=f"nats://{bus.address}")
+            self._config = msgspec.structs.replace(self._config, nats=nats)
+        write_atomically(Path(self._config.mesh.run_dir) / "config.toml", dump_toml(self._config))
+        for spec in service_processes(self._config):
+            self._fork(spec, self._service(spec))
+        self._phase = Phase.STARTING
+
+    def _service(self, spec: ProcessSpec) -> Callable[[], None]:
+        config, target = self._config, self._options.entries[spec.service]
+        return lambda: load_entry(target)(config, spec.instance, spec.pp_rank)
+
+    def _fork(self, spec: ProcessSpec, run: Callable[[], None]) -> None:
+        environ = {**self._options.child_environ, "NOTIFY_SOCKET": str(self._notify.path)}
+        ours = (self._pipe.read_fd, self._pipe.write_fd, self._notify.fileno())
+        child = self._children.fork(spec, run, environ, ours)
+        assert child.output_fd is not None
+        self._selector.register(child.output_fd, selectors.EVENT_READ, lambda: self._on_output(child))
+
+    def _on_signals(self) -> None:
+        numbers = self._pipe.receive()
+        for number in numbers:
+            if number in STOP_SIGNALS:
+                self._on_stop_signal(number)
+        if signal.SIGCHLD in numbers:
+            for child in self._children.reap():
+                self._on_child_exit(child)
+
+    def _on_stop_signal(self, number: signal.Signals) -> None:
+        if self._drain is None:
+            self._report.info(f"{number.name}: draining; once more to stop at once")
+            self._stop(exit_code=0)
+        else:
+            self._report.info(f"{number.name}: stopping at once")
+            self._exit_code = EXIT_FAILED
+            self._send(self._drain.cut_off())
+
+    def _on_output(self, child: Child) -> None:
+        fd = child.output_fd
+        lines = child.read_lines()
+        if fd is not None and child.output_fd is None:
+            self._selector.unregister(fd)
+        if child.spec is not NATS_SPEC:
+            self._report.output(child.spec.name, lines)
+            return
+        for line in lines:
+            child.address = listen_address(line) or child.address
+            child.is_ready = child.is_ready or says_ready(line)
+
+    def _on_notifications(self) -> None:
+        while (received := self._notify.receive()) is not None:
+            pid, lines = received
+            if (child := self._children.with_pid(pid)) is not None:
+                self._on_notification(child, lines)
+
+    def _on_notification(self, child: Child, lines: Mapping[str, str]) -> None:
+        child.address = lines.get(ADDRESS, child.address)
+        status = lines.get("STATUS", child.status)
+        if status != child.status and self._phase is Phase.STARTING:
+            self._report.info(f"{child.spec.name}: {status}")
+        child.status = status
+        if lines.get("READY") == "1" and not child.is_ready:
+            child.is_ready = True
+            self._report.info(f"{child.spec.name} is ready")
+
+    def _on_child_exit(self, child: Child) -> None:
+        self._on_output(child)
+        if child.output_fd is not None:  # something that it started still holds the pipe
+            self._selector.unregister(child.output_fd)
+            child.close()
+        assert child.wait_status is not None
+        said = f"{child.spec.name} {describe_exit(child.wait_status)}"
+        match on_exit(child.spec, child.wait_status, is_stopping=self._drain is not None):
+            case ExitAction.STOP_ALL:
+                self._fail(said, child)
+            case ExitAction.REPORT:
+                self._report.error(f"{said} while stopping")
+                self._exit_code = EXIT_FAILED
+            case ExitAction.IGNORE:
+                pass
+
+    def _advance(self, now: float) -> None:
+        """Whatever the events so far allow."""
+        if self._phase is Phase.STARTING_BUS and self._children.are_ready:
+            self._start_services()
+        elif self._phase is Phase.STARTING and self._children.are_ready:
+            self._serve()
+        elif self._phase in (Phase.STARTING_BUS, Phase.STARTING) and now >= self._deadline:
+            late = [child for child in self._children if not child.is_ready]
+            names = ", ".join(f"{child.spec.name} ({child.status})" for child in late)
+            self._fail(f"not ready within {self._options.startup_timeout_s:g} s: {names}", *late)
+        if self._drain is not None:
+            alive = self._children.alive
+            self._send(self._drain.step(now, alive))
+            if not alive:
+                self._phase = Phase.OVER
+
+    def _serve(self) -> None:
+        self._phase = Phase.SERVING
+        if self._options.ready_file is not None:
+            write_atomically(self._options.ready_file, ready_record(self._config, list(self._children)))
+        self._report.announce(ready_text(self._config, self._children["router"].address))
+
+    def _fail(self, why: str, *children: Child) -> None:
+        self._report.error(why)
+        for child in children:
+            tail = list(child.tail)[-TAIL_SHOWN:]
+            self._report.error(f"the last lines of {child.spec.name}:" if tail else f"{child.spec.name} wrote nothing")
+            self._report.output(child.spec.name, tail)
+        self._stop(exit_code=EXIT_FAILED)
+
+    def _stop(self, *, exit_code: int) -> None:
+        self._phase = Phase.STOPPING
+        self._exit_code = exit_code
+        self._drain = DrainSchedule(
+            Stop(child.spec.name, STOP_ORDER[child.spec.service], self._stop_timeout_s(child))
+            for child in self._children
+            if child.is_alive
+        )
+
+    def _stop_timeout_s(self, child: Child) -> float:
+        drains = child.is_ready and child.spec is not NATS_SPEC
+        return STOP_GRACE_S + (self._config.engine.drain_timeout_s if drains else 0.0)
+
+    def _send(self, signals: list[tuple[str, signal.Signals]]) -> None:
+        for name, number in signals:
+            if number is signal.SIGKILL:
+                self._report.error(f"{name} is killed")
+            self._children[name].send(number)
+
+
+def _preload(names: tuple[str, ...]) -> None:
+    # a pool of numpy's threads would not survive the fork, and no service needs one
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    for name in names:
+        if find_spec(name) is not None:
+            import_module(name)
+    gc.collect()
+    gc.freeze()  # or a collection in a child would copy every page of what it inherited

@@ -1,0 +1,1 @@
+"""What every stage process has, whatever its role: the ring, the executor, the KV sender, the start."""

@@ -1,0 +1,167 @@
+"""Applies the commands of a stage: in order, exactly once, forward passes on one worker thread.
+
+submit --> [inputs there?] --> apply + forward (worker) --> KV writes start, activations start --> next command
+
+Inputs: on the first stage the ids that earlier steps have sampled; on the others the activations in the ring. A
+command without a step that every earlier stage has applied is acknowledged onwards in order with everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from stagemesh.shared.core.commands import COUNT, HANDLE, START, Command, Ints, Step
+from stagemesh.shared.engine.runner import StageRunner
+from stagemesh.shared.errors import ProtocolViolation
+from stagemesh.shared.link.ring import RingReceiver, RingSender
+from stagemesh.shared.obs.trace import Tracer
+from stagemesh.shared.stage.kv_sender import KvSender
+
+
+class Onwards(Protocol):
+    """The next stage of the ring; after the last stage, the head."""
+
+    def data_ready(self, step: int, num_tokens: int) -> None: ...
+
+    def result(self, step: int, token_ids: Ints) -> None: ...
+
+    def applied(self, number: int) -> None: ...
+
+
+class StageExecutor:
+    """`receiver` is None on the first stage, `sender` on the last, `kv` on decode stages."""
+
+    def __init__(
+        self,
+        runner: StageRunner,
+        onwards: Onwards,
+        *,
+        receiver: RingReceiver | None,
+        sender: RingSender | None,
+        kv: KvSender | None,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        tracer: Tracer,
+    ) -> None:
+        self._runner, self._onwards = runner, onwards
+        self._receiver, self._sender, self._kv = receiver, sender, kv
+        self._spawn, self._tracer = spawn, tracer
+        self._queue: asyncio.Queue[Command | int] = asyncio.Queue()  # bounded by the head's steps outstanding
+        self._arrived: dict[int, int] = {}  # step -> its tokens in the ring
+        self._sampled: dict[int, Ints] = {}  # step -> its ids, while a later step may point at them
+        self._news = asyncio.Event()
+        self._last_number = 0
+        self.steps_done = 0
+
+    @property
+    def num_queued(self) -> int:
+        return self._queue.qsize()
+
+    def submit(self, command: Command) -> None:
+        """Raises ProtocolViolation if a number is missing or comes twice."""
+        if command.number != self._last_number + 1:
+            raise ProtocolViolation(f"command {command.number} follows {self._last_number}")
+        self._last_number = command.number
+        self._queue.put_nowait(command)
+
+    def data_ready(self, step: int, num_tokens: int) -> None:
+        self._arrived[step] = num_tokens
+        self._news.set()
+
+    def sampled(self, step: int, token_ids: Ints) -> None:
+        """First stage: the ids of a step are known."""
+        self._sampled[step] = token_ids
+        self._news.set()
+
+    def forget_sampled_before(self, step: int) -> None:
+        """First stage: no step to come points at one before `step`."""
+        for number in [number for number in self._sampled if number < step]:
+            del self._sampled[number]
+
+    def upstream_applied(self, number: int) -> None:
+        """Every stage before this one has applied the commands up to `number`, which are all in the queue."""
+        self._queue.put_nowait(number)
+
+    async def run(self) -> None:
+        """A child of the stage: runs until cancelled."""
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1, thread_name_prefix="forward") as worker:
+            while True:
+                item = await self._queue.get()
+                if isinstance(item, int):
+                    self._onwards.applied(item)
+                elif item.step is None:
+                    await loop.run_in_executor(worker, self._runner.apply, item)
+                    self._after(item)
+                    if self._receiver is None:
+                        self._onwards.applied(item.number)
+                else:
+                    await self._run_step(item, item.step, loop, worker)
+
+    async def _run_step(
+        self, command: Command, step: Step, loop: asyncio.AbstractEventLoop, worker: ThreadPoolExecutor
+    ) -> None:
+        asked_ns = time.monotonic_ns()
+        hidden = await self._inputs(step)
+        start_ns = time.monotonic_ns()
+        output = await loop.run_in_executor(worker, self._execute, command, step, hidden)
+        self._tracer.span(
+            "forward",
+            start_ns,
+            step=step.number,
+            microbatch=step.microbatch,
+            rows=len(step.rows),
+            tokens=step.num_tokens,
+            waited_ns=start_ns - asked_ns,
+        )
+        self.steps_done += 1
+        self._after(command)
+        if self._sender is None:
+            self._onwards.result(step.number, output.numpy())
+        else:
+            self._spawn(self._transmit(self._sender, step))
+
+    async def _inputs(self, step: Step) -> Tensor | None:
+        if self._receiver is None:
+            while not step.source_steps <= self._sampled.keys():
+                await self._wait_for_news()
+            return None
+        while step.number not in self._arrived:
+            await self._wait_for_news()
+        return self._receiver.view(step.number, self._arrived.pop(step.number))
+
+    async def _wait_for_news(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
+    def _execute(self, command: Command, step: Step, hidden: Tensor | None) -> Tensor:
+        """On the worker thread."""
+        self._runner.apply(command)
+        output = self._runner.run(step, hidden=hidden, sampled=self._sampled)
+        if self._sender is not None:
+            self._sender.stage(step.number, output)
+        return output
+
+    async def _transmit(self, sender: RingSender, step: Step) -> None:
+        start_ns = time.monotonic_ns()
+        await sender.transmit(step.number).wait()
+        self._tracer.span("hop", start_ns, step=step.number)
+        self._onwards.data_ready(step.number, step.num_tokens)
+
+    def _after(self, command: Command) -> None:
+        """The KV of a step is in the pool: what is complete begins to travel."""
+        if self._kv is None:
+            return
+        for join in command.joins:
+            if join.send is not None:
+                self._kv.join(join.handle, join.send)
+        if command.step is not None:
+            for row in command.step.rows.tolist():
+                self._kv.progressed(row[HANDLE], self._runner.pages_of(row[HANDLE]), row[START] + row[COUNT])
+        for handle in command.cancels:
+            self._kv.cancel(handle)

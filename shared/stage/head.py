@@ -1,0 +1,159 @@
+"""What a head is to its stage, and the pump that both roles' heads share.
+
+An event (a result, a message, a call) changes the scheduler at once; what follows from it is carried out once a turn
+of the loop, so that several events make one poll. Nothing here awaits between reading and changing the scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stagemesh.shared.core.commands import Command, Ints
+from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad
+from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.errors import ProtocolViolation
+from stagemesh.shared.obs.log import Log
+from stagemesh.shared.obs.trace import Tracer
+from stagemesh.shared.pb import instance_pb2
+from stagemesh.shared.rpc.broker import BrokerClient
+from stagemesh.shared.stage.executor import StageExecutor
+from stagemesh.shared.stage.sessions import Sessions
+
+INSTANCE = instance_pb2.DESCRIPTOR.services_by_name["Instance"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadContext:
+    """What the stage gives its head once the ring is closed. `issue` puts a command on the ring; `spawn` starts a task
+    under the stage's supervisor."""
+
+    info: InstanceInfo
+    executor: StageExecutor
+    issue: Callable[[Command], None]
+    spawn: Callable[[Coroutine[Any, Any, None]], object]
+    broker: BrokerClient
+    tracer: Tracer
+    log: Log
+
+
+class Head(ABC):
+    """Implements the Instance service. One for each life of an instance."""
+
+    def __init__(self, context: HeadContext) -> None:
+        self._context = context
+        self._epoch = context.info.ref.epoch
+        self._sessions = Sessions(self, self._epoch, context.log)
+        self._pump_scheduled = False
+        self._idle = asyncio.Event()
+
+    # -- what the ring brings --
+
+    @abstractmethod
+    def on_result(self, step: int, token_ids: Ints) -> None: ...
+
+    @abstractmethod
+    def on_applied(self, number: int) -> None: ...
+
+    @abstractmethod
+    def on_settled(self, ticket_id: str, pp_rank: int) -> None: ...
+
+    # -- what routers bring --
+
+    @abstractmethod
+    def on_submit(self, submit: instance_pb2.SessionUp.Submit) -> None: ...
+
+    @abstractmethod
+    def on_first_token(self, request: RequestRef, token_id: int) -> None: ...
+
+    @abstractmethod
+    def on_abort(self, request: RequestRef) -> None: ...
+
+    async def serve_session(self, messages: Any, context: Any) -> None:
+        """A router's stream, to its end."""
+        await self._sessions.serve(messages, context)
+
+    # -- what the broker brings --
+
+    @abstractmethod
+    async def ReservePages(  # noqa: N802
+        self, request: instance_pb2.ReservePagesRequest, context: Any
+    ) -> instance_pb2.ReservePagesReply: ...
+
+    @abstractmethod
+    async def CommitTicket(  # noqa: N802
+        self, request: instance_pb2.CommitTicketRequest, context: Any
+    ) -> instance_pb2.CommitTicketReply: ...
+
+    @abstractmethod
+    async def CloseTicket(  # noqa: N802
+        self, request: instance_pb2.CloseTicketRequest, context: Any
+    ) -> instance_pb2.CloseTicketReply: ...
+
+    def _check_epoch(self, epoch: int) -> None:
+        """Raises ProtocolViolation for a call that means an earlier life of this instance."""
+        if epoch != self._epoch:
+            raise ProtocolViolation(f"epoch {epoch} is meant, this is {self._epoch}")
+
+    # -- the pump --
+
+    def wake(self) -> None:
+        """Something has changed: carry out what follows, in this turn of the loop."""
+        if not self._pump_scheduled:
+            self._pump_scheduled = True
+            asyncio.get_running_loop().call_soon(self._run_pump)
+
+    def _run_pump(self) -> None:
+        self._pump_scheduled = False
+        try:
+            self.pump()
+        except Exception as error:  # a callback's exception would only be logged: it must end the instance
+            self._context.spawn(_fail(error))
+        if not any(self.held.values()):
+            self._idle.set()
+
+    @abstractmethod
+    def pump(self) -> None:
+        """Polls the scheduler and carries out its actions."""
+
+    def _issue(self, commands: list[Command]) -> None:
+        for command in commands:
+            if command.step is not None:
+                self._context.tracer.mark(
+                    "issue", step=command.step.number, microbatch=command.step.microbatch, rows=len(command.step.rows)
+                )
+            self._context.issue(command)
+
+    async def idle(self) -> None:
+        """Returns when nothing is in flight."""
+        while any(self.held.values()):
+            self._idle.clear()
+            await self._idle.wait()
+
+    # -- views --
+
+    @property
+    def steps_done(self) -> int:
+        return self._context.executor.steps_done
+
+    @property
+    def has_work(self) -> bool:
+        return any(self.held.values())
+
+    @property
+    @abstractmethod
+    def load(self) -> InstanceLoad: ...
+
+    @property
+    @abstractmethod
+    def held(self) -> Mapping[str, int]: ...
+
+    @abstractmethod
+    def check_integrity(self) -> None: ...
+
+
+async def _fail(error: Exception) -> None:
+    raise error

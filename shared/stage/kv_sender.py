@@ -1,0 +1,170 @@
+"""Sends the KV of prompts from this stage's pool to the decode stages that own its layers, chunk by chunk.
+
+join --> progressed(chunk)... --> all pieces settled --> report to the broker --> settled (on the ring)
+           `--cancel: nothing new is written; what runs is waited for
+
+A page is written once, when its last token is computed. Two neighbouring pages that are neighbours on both sides are
+still two pieces: on each side a page's layers of one leg lie together, two pages' do not (unless the leg is all of
+both stages).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from stagemesh.shared.core.commands import SendPlan
+from stagemesh.shared.core.directory import StageInfo
+from stagemesh.shared.core.layers import LayerRange
+from stagemesh.shared.engine.pages import pages_for
+from stagemesh.shared.obs.trace import Tracer
+from stagemesh.shared.transfer.base import Endpoint, Piece, TransferHandle, TransferState
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayout:
+    """How a stage's pool lies in memory: page p of layer l begins at `address + (p * len(layers) + l - lo) *
+    layer_bytes`, where a layer of a page is K, then V."""
+
+    address: int
+    layers: LayerRange
+    layer_bytes: int
+
+    def at(self, page: int, layer: int) -> int:
+        return self.address + (page * len(self.layers) + layer - self.layers.lo) * self.layer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSpan:
+    """Prompt pages [first, last) have been written to `target_rank`."""
+
+    target_rank: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one writer has to say about a ticket, once nothing of it is in flight here."""
+
+    ticket_id: str
+    spans: tuple[PieceSpan, ...]
+    kv_bytes: int
+    error: str = ""
+    in_doubt: bool = False
+
+
+class Report(Protocol):
+    """Where outcomes go: the broker, then the head. Returns when both know, or will learn otherwise."""
+
+    async def __call__(self, outcome: Outcome) -> None: ...
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    plan: SendPlan
+    next_page: int = 0
+    whole: bool = False  # every page has been handed to the endpoint
+    cancelled: bool = False
+    handles: list[tuple[PieceSpan, TransferHandle]] = field(default_factory=list)
+    progress: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def over(self) -> bool:
+        return self.whole or self.cancelled
+
+
+class KvSender:
+    """Runs on the loop. `spawn` puts a task under the stage's supervisor."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        layout: PoolLayout,
+        *,
+        page_size: int,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        report: Report,
+        tracer: Tracer,
+    ) -> None:
+        self._endpoint, self._layout, self._page_size = endpoint, layout, page_size
+        self._spawn, self._report, self._tracer = spawn, report, tracer
+        self._outgoing: dict[int, _Outgoing] = {}
+
+    @property
+    def num_tickets(self) -> int:
+        return len(self._outgoing)
+
+    def join(self, handle: int, plan: SendPlan) -> None:
+        self._outgoing[handle] = _Outgoing(plan)
+        self._spawn(self._follow(handle))
+
+    def progressed(self, handle: int, pages: Sequence[int], tokens_done: int) -> None:
+        """The KV of the prompt's first `tokens_done` tokens is in the pool, in `pages`. Writes what is complete."""
+        outgoing = self._outgoing.get(handle)
+        if outgoing is None or outgoing.over:
+            return
+        plan = outgoing.plan
+        outgoing.whole = tokens_done >= plan.prompt_tokens
+        complete = pages_for(plan.prompt_tokens, self._page_size) if outgoing.whole else tokens_done // self._page_size
+        first, outgoing.next_page = outgoing.next_page, complete
+        if first < complete:
+            for target in plan.targets:
+                self._write(outgoing, target, pages, first, complete)
+        outgoing.progress.set()
+
+    def cancel(self, handle: int) -> None:
+        """Nothing more is to be written for this sequence."""
+        outgoing = self._outgoing.get(handle)
+        if outgoing is None:
+            return
+        outgoing.cancelled = True
+        for _, transfer in outgoing.handles:
+            transfer.cancel()
+        outgoing.progress.set()
+
+    def _write(self, outgoing: _Outgoing, target: StageInfo, pages: Sequence[int], first: int, last: int) -> None:
+        layers = self._layout.layers.intersect(target.layers)
+        if layers is None:
+            return
+        there = PoolLayout(target.pool.address, target.layers, self._layout.layer_bytes)
+        length = len(layers) * self._layout.layer_bytes
+        pieces = [
+            Piece(self._layout.at(pages[index], layers.lo), there.at(outgoing.plan.pages[index], layers.lo), length)
+            for index in range(first, last)
+        ]
+        transfer = self._endpoint.write(target.pool, pieces)
+        outgoing.handles.append((PieceSpan(target.pp_rank, first, last), transfer))
+        self._spawn(self._trace(outgoing.plan.ticket_id, transfer))
+
+    async def _trace(self, ticket_id: str, transfer: TransferHandle) -> None:
+        start_ns = time.monotonic_ns()
+        state = await transfer.settle()
+        self._tracer.span("kv_write", start_ns, ticket=ticket_id, bytes=transfer.num_bytes, state=state.value)
+
+    async def _follow(self, handle: int) -> None:
+        """The life of one outgoing prompt, to the report."""
+        outgoing = self._outgoing[handle]
+        while not outgoing.over:
+            outgoing.progress.clear()
+            await outgoing.progress.wait()
+        for _, transfer in outgoing.handles:
+            await transfer.settle()
+        del self._outgoing[handle]
+        await self._report(self._outcome(outgoing))
+
+    def _outcome(self, outgoing: _Outgoing) -> Outcome:
+        done = [(span, transfer) for span, transfer in outgoing.handles if transfer.state is TransferState.DONE]
+        failed = [transfer for _, transfer in outgoing.handles if transfer.state is not TransferState.DONE]
+        errors = [str(transfer.error) for transfer in failed if transfer.error]
+        error = "cancelled" if outgoing.cancelled and not outgoing.whole else ""
+        return Outcome(
+            outgoing.plan.ticket_id,
+            spans=tuple(span for span, _ in done),
+            kv_bytes=sum(transfer.num_bytes for _, transfer in done),
+            error=errors[0] if errors else error,
+            in_doubt=any(not transfer.quiescent for transfer in failed),
+        )

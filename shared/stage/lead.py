@@ -1,0 +1,65 @@
+"""What rank 0 does for its instance: takes the epoch, keeps the instance in the directory, says so on the bus."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+from stagemesh.shared.bus.base import Bus
+from stagemesh.shared.bus.nats import open_nats_bus
+from stagemesh.shared.bus.presence import Presence, PresenceEvent, announce
+from stagemesh.shared.config import Config
+from stagemesh.shared.core.directory import InstanceInfo
+from stagemesh.shared.rpc.client import Client
+from stagemesh.shared.runtime.backoff import retry
+from stagemesh.shared.runtime.service import Child
+from stagemesh.shared.stage.head import Head
+from stagemesh.shared.stage.membership import Membership
+
+
+async def new_epoch(stack: AsyncExitStack, config: Config, instance: str) -> tuple[Bus, int]:
+    """A bus, closed with `stack`, and the number of this start. Waits while there is no NATS server."""
+
+    async def connect() -> Bus:
+        nats = config.nats
+        opening = open_nats_bus(nats.url, name=instance, connect_timeout_s=nats.connect_timeout_s)
+        return await stack.enter_async_context(opening)
+
+    bus = await retry(connect)
+    return bus, await retry(lambda: bus.next_epoch(instance))
+
+
+class Lead:
+    """Lives as long as the epoch."""
+
+    def __init__(self, config: Config, head: Head, info: InstanceInfo, broker: Client, bus: Bus) -> None:
+        self.head = head
+        self._mesh, self._info, self._bus = config.mesh.name, info, bus
+        self._membership = Membership(broker, info, head, self._on_joined)
+        self._announced = False
+
+    def children(self) -> list[Child]:
+        return [self._membership.run(), self._bus.run()]
+
+    def leave(self) -> None:
+        """No new work from now on."""
+        self._membership.leave()
+        self._announce(PresenceEvent.LEFT)
+
+    def _on_joined(self) -> None:
+        if not self._announced:
+            self._announced = True
+            self._announce(PresenceEvent.JOINED)
+
+    def _announce(self, event: PresenceEvent) -> None:
+        info = self._info
+        announce(
+            self._bus,
+            Presence(
+                event=event,
+                mesh=self._mesh,
+                name=info.ref.name,
+                role=info.role.value,
+                epoch=info.ref.epoch,
+                address=info.address,
+            ),
+        )

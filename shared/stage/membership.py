@@ -1,0 +1,86 @@
+"""An instance's place in the directory: its head's stream of reports to the broker.
+
+join --report every 0.5 s--> ... --leaving--> end
+  `--the broker is away: again, with back-off; what runs goes on meanwhile
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+from stagemesh.shared.codec.mesh import instance_to_pb
+from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad
+from stagemesh.shared.errors import StagemeshError
+from stagemesh.shared.pb import broker_pb2
+from stagemesh.shared.rpc.client import Client, Duplex
+from stagemesh.shared.runtime.backoff import delays
+
+REPORT_INTERVAL_S = 0.5
+
+
+class Progress(Protocol):
+    """What a head reports of itself."""
+
+    @property
+    def load(self) -> InstanceLoad: ...
+
+    @property
+    def steps_done(self) -> int: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+
+class Membership:
+    """Reports for `info` until told to leave."""
+
+    def __init__(self, broker: Client, info: InstanceInfo, progress: Progress, on_joined: Callable[[], None]) -> None:
+        self._broker, self._info, self._progress, self._on_joined = broker, info, progress, on_joined
+        self._accepting = True
+        self._changed = asyncio.Event()
+
+    def leave(self) -> None:
+        """No new work from now on, and the end of the stream is no loss."""
+        self._accepting = False
+        self._changed.set()
+
+    async def run(self) -> None:
+        """A child of the head: runs until cancelled."""
+        for delay_s in delays():
+            stream = self._broker.open("Join")
+            try:
+                async with asyncio.TaskGroup() as group:
+                    reader = group.create_task(self._read(stream))
+                    await self._report(stream)
+                    reader.cancel()
+            except* StagemeshError:
+                await asyncio.sleep(delay_s)
+            finally:
+                stream.cancel()
+
+    async def _report(self, stream: Duplex) -> None:
+        while True:
+            self._changed.clear()
+            await stream.send(self._message())
+            try:
+                async with asyncio.timeout(REPORT_INTERVAL_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    async def _read(self, stream: Duplex) -> None:
+        """The directory comes down; a head needs only to know that it has been taken in."""
+        async for _ in stream.receive():
+            self._on_joined()
+
+    def _message(self) -> broker_pb2.InstanceReport:
+        info = dataclasses.replace(self._info, load=self._progress.load, accepting=self._accepting)
+        return broker_pb2.InstanceReport(
+            info=instance_to_pb(info),
+            step_counter=self._progress.steps_done,
+            has_work=self._progress.has_work,
+            leaving=not self._accepting,
+        )

@@ -1,0 +1,132 @@
+"""The ring of an instance's stages: everything that is said inside an instance travels from rank to next rank.
+
+rank 0 --command--> rank 1 --command--> ... --> last rank          each passes it on before it applies it
+       --data_ready-->     --data_ready-->
+       --applied-->        --applied-->          --result, applied, settled--> rank 0, where the head is
+
+One stream a neighbour. Its end is the end of the instance: stages live and die as one. A ring of one stage has no
+streams: it is its own neighbour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from stagemesh.shared.codec.arrays import to_array, to_bytes
+from stagemesh.shared.codec.commands import command_from_pb, command_to_pb
+from stagemesh.shared.core.commands import Command, Ints
+from stagemesh.shared.errors import Exhausted, PeerLost, ProtocolViolation
+from stagemesh.shared.pb import stage_pb2
+from stagemesh.shared.rpc.client import Client
+
+STAGE_LINK = stage_pb2.DESCRIPTOR.services_by_name["StageLink"]
+MAX_QUEUED = 10_000  # messages; the head's steps outstanding keep it far below
+
+
+class RingListener(Protocol):
+    """Who hears what comes round the ring: the stage's executor, and on rank 0 the head too."""
+
+    def on_command(self, command: Command) -> None: ...
+
+    def on_data_ready(self, step: int, num_tokens: int) -> None: ...
+
+    def on_applied(self, number: int) -> None: ...
+
+    def on_result(self, step: int, token_ids: Ints) -> None: ...
+
+    def on_settled(self, ticket_id: str, pp_rank: int) -> None: ...
+
+
+def deliver(message: stage_pb2.RingMessage, listener: RingListener) -> None:
+    """Raises ProtocolViolation for a message of a kind that this version does not know."""
+    match message.WhichOneof("kind"):
+        case "command":
+            listener.on_command(command_from_pb(message.command))
+        case "data_ready":
+            listener.on_data_ready(message.data_ready.step, message.data_ready.num_tokens)
+        case "applied":
+            listener.on_applied(message.applied.number)
+        case "result":
+            listener.on_result(message.result.step, to_array(message.result.token_ids))
+        case "settled":
+            listener.on_settled(message.settled.ticket_id, message.settled.pp_rank)
+        case kind:
+            raise ProtocolViolation(f"ring message of unknown kind {kind}")
+
+
+class RingOut:
+    """This stage's way to the next one. Sending never waits; `run` carries the messages."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[stage_pb2.RingMessage] = asyncio.Queue(MAX_QUEUED)
+
+    def command(self, command: Command) -> None:
+        self.forward(stage_pb2.RingMessage(command=command_to_pb(command)))
+
+    def data_ready(self, step: int, num_tokens: int) -> None:
+        self.forward(stage_pb2.RingMessage(data_ready=stage_pb2.DataReady(step=step, num_tokens=num_tokens)))
+
+    def applied(self, number: int) -> None:
+        self.forward(stage_pb2.RingMessage(applied=stage_pb2.Applied(number=number)))
+
+    def result(self, step: int, token_ids: Ints) -> None:
+        self.forward(stage_pb2.RingMessage(result=stage_pb2.StepResult(step=step, token_ids=to_bytes(token_ids))))
+
+    def settled(self, ticket_id: str, pp_rank: int) -> None:
+        self.forward(stage_pb2.RingMessage(settled=stage_pb2.Settled(ticket_id=ticket_id, pp_rank=pp_rank)))
+
+    def forward(self, message: stage_pb2.RingMessage) -> None:
+        """Raises Exhausted if the next stage takes nothing any more."""
+        try:
+            self._queue.put_nowait(message)
+        except asyncio.QueueFull:
+            raise Exhausted("the next stage of the ring takes nothing any more") from None
+
+    async def run(self, next_stage: Client) -> None:
+        """A child of the stage. Raises PeerLost when the next stage is gone."""
+        stream = next_stage.open("Ring")
+        try:
+            while True:
+                await stream.send(await self._queue.get())
+        except Exception as error:
+            raise PeerLost(f"the next stage of the ring is gone: {error}") from error
+        finally:
+            stream.cancel()
+
+    async def loop_back(self, listener: RingListener) -> None:
+        """The same for a ring of one stage."""
+        while True:
+            deliver(await self._queue.get(), listener)
+
+
+class RingIn:
+    """The server's part: takes the previous stage's stream. `ended` is set when it ends."""
+
+    def __init__(self, listener: RingListener) -> None:
+        self._listener = listener
+        self.ended = asyncio.Event()
+        self._connected = self._expected = False
+
+    def expect_end(self) -> None:
+        """The instance is being stopped: the end of the stream is no loss."""
+        self._expected = True
+
+    async def accept(self, messages: AsyncIterator[stage_pb2.RingMessage]) -> stage_pb2.RingClosed:
+        """Raises ProtocolViolation for a second stream, or a message that does not fit."""
+        if self._connected:
+            raise ProtocolViolation("the ring has a previous stage already")
+        self._connected = True
+        try:
+            async for message in messages:
+                deliver(message, self._listener)
+        finally:
+            self.ended.set()
+        return stage_pb2.RingClosed()
+
+    async def watch(self) -> None:
+        """A child of the stage. Raises PeerLost when the previous stage is gone."""
+        await self.ended.wait()
+        if not self._expected:
+            raise PeerLost("the previous stage of the ring is gone")

@@ -1,0 +1,121 @@
+"""The streams between routers and this head. A router that is gone takes its sequences with it.
+
+router --submit, first token, abort--> head
+       <--one message a step, with the outputs of all of this router's sequences--
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Protocol
+
+from stagemesh.shared.codec.mesh import request_from_pb
+from stagemesh.shared.codec.session import outputs_to_pb
+from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.engine.schedule.output import SequenceOutput
+from stagemesh.shared.errors import ProtocolViolation
+from stagemesh.shared.obs.log import Log
+from stagemesh.shared.pb import instance_pb2
+
+MAX_QUEUED = 10_000  # messages to one router, which are a step's each: a router this far behind is gone
+
+
+class Requests(Protocol):
+    """Who takes what routers ask for."""
+
+    def on_submit(self, submit: instance_pb2.SessionUp.Submit) -> None: ...
+
+    def on_first_token(self, request: RequestRef, token_id: int) -> None: ...
+
+    def on_abort(self, request: RequestRef) -> None: ...
+
+
+class _Session:
+    def __init__(self, router: str) -> None:
+        self.router = router
+        self.outgoing: asyncio.Queue[instance_pb2.SessionDown] = asyncio.Queue(MAX_QUEUED)
+        self.requests: set[RequestRef] = set()
+
+
+class Sessions:
+    """Implements the Session rpc of the Instance service."""
+
+    def __init__(self, requests: Requests, epoch: int, log: Log) -> None:
+        self._requests, self._epoch, self._log = requests, epoch, log
+        self._owner: dict[RequestRef, _Session] = {}
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._owner)
+
+    async def serve(self, messages: AsyncIterator[instance_pb2.SessionUp], context: Any) -> None:
+        """One router's stream, to its end."""
+        session: _Session | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                async for message in messages:
+                    if session is None:
+                        session = self._open(message)
+                        sender = group.create_task(self._send(session, context))
+                    else:
+                        self._take(session, message)
+                if session is not None:
+                    sender.cancel()
+        finally:
+            if session is not None:
+                self._close(session)
+
+    def deliver(self, outputs: Iterable[SequenceOutput]) -> None:
+        """Sends the outputs of a step on, a message a router."""
+        by_session: dict[_Session, list[SequenceOutput]] = {}
+        for output in outputs:
+            session = self._owner.get(output.request)
+            if session is None:
+                continue  # its router is gone, or has aborted it
+            by_session.setdefault(session, []).append(output)
+            if output.end is not None:
+                self._forget(output.request)
+        for session, batch in by_session.items():
+            session.outgoing.put_nowait(instance_pb2.SessionDown(outputs=outputs_to_pb(batch)))
+
+    def _open(self, message: instance_pb2.SessionUp) -> _Session:
+        if message.WhichOneof("kind") != "open":
+            raise ProtocolViolation("a session begins with `open`")
+        if message.open.epoch != self._epoch:
+            raise ProtocolViolation(f"epoch {message.open.epoch} is meant, this is {self._epoch}")
+        return _Session(message.open.router)
+
+    def _take(self, session: _Session, message: instance_pb2.SessionUp) -> None:
+        match message.WhichOneof("kind"):
+            case "submit":
+                request = request_from_pb(message.submit.request)
+                if request not in self._owner:
+                    self._owner[request] = session
+                    session.requests.add(request)
+                self._requests.on_submit(message.submit)
+            case "first_token":
+                request = request_from_pb(message.first_token.request)
+                self._requests.on_first_token(request, message.first_token.token_id)
+            case "abort":
+                request = request_from_pb(message.abort.request)
+                self._forget(request)
+                self._requests.on_abort(request)
+            case kind:
+                raise ProtocolViolation(f"session message of unknown kind {kind}")
+
+    async def _send(self, session: _Session, context: Any) -> None:
+        while True:
+            await context.write(await session.outgoing.get())
+
+    def _forget(self, request: RequestRef) -> None:
+        session = self._owner.pop(request, None)
+        if session is not None:
+            session.requests.discard(request)
+
+    def _close(self, session: _Session) -> None:
+        if session.requests:
+            self._log.warning("a router is gone", router=session.router, aborted_requests=len(session.requests))
+        for request in list(session.requests):
+            self._forget(request)
+            self._requests.on_abort(request)

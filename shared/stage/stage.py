@@ -1,0 +1,261 @@
+"""One stage process, whatever its role: loads, closes the ring, executes, and on rank 0 hosts the head.
+
+start:  parts (model, pool) -> transfer endpoint -> gRPC server -> epoch -> ring -> head, directory -> ready
+stop:   the head leaves the directory and waits for what runs; the other ranks wait for the head to go
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from stagemesh.shared.config import Config
+from stagemesh.shared.core.directory import InstanceInfo, Role, StageInfo
+from stagemesh.shared.core.identity import InstanceRef
+from stagemesh.shared.errors import Retryable
+from stagemesh.shared.link.ring import RingReceiver, RingSender, RingSpec
+from stagemesh.shared.obs.log import Log
+from stagemesh.shared.obs.trace import Tracer
+from stagemesh.shared.pb import stage_pb2
+from stagemesh.shared.rpc.broker import BROKER, BrokerClient
+from stagemesh.shared.rpc.client import Client
+from stagemesh.shared.rpc.inspect import INSPECT, InspectService
+from stagemesh.shared.rpc.server import Server
+from stagemesh.shared.runtime.loop import LagSampler
+from stagemesh.shared.runtime.notify import Notifier
+from stagemesh.shared.runtime.service import Child
+from stagemesh.shared.runtime.tasks import Tasks
+from stagemesh.shared.stage.connect import Connector, Upstream
+from stagemesh.shared.stage.executor import StageExecutor
+from stagemesh.shared.stage.head import INSTANCE, Head, HeadContext
+from stagemesh.shared.stage.kv_sender import KvSender, PoolLayout
+from stagemesh.shared.stage.lead import Lead, new_epoch
+from stagemesh.shared.stage.node import StageNode
+from stagemesh.shared.stage.parts import StageParts, build_parts
+from stagemesh.shared.stage.report import WriterReports
+from stagemesh.shared.stage.ring import STAGE_LINK, RingIn, RingOut
+from stagemesh.shared.transfer.backends import open_endpoint
+from stagemesh.shared.transfer.base import Endpoint
+
+MakeHead = Callable[[HeadContext], Head]
+
+
+@dataclass(frozen=True, slots=True)
+class StageLimits:
+    """What a ring slot must hold, and how many there must be: the tokens of a step, the steps outstanding at once."""
+
+    step_tokens: int
+    num_slots: int
+
+
+class StageService:
+    """A `Service`. `make_head` is the role's."""
+
+    def __init__(
+        self,
+        config: Config,
+        instance: str,
+        pp_rank: int,
+        *,
+        make_head: MakeHead,
+        limits: StageLimits,
+        notifier: Notifier,
+        log: Log,
+    ) -> None:
+        self._config, self._instance, self._pp_rank = config, config.instance(instance), pp_rank
+        self._make_head, self._limits = make_head, limits
+        self._notifier, self._log = notifier, log
+        self._tracer = Tracer(f"{instance}/{pp_rank}")
+        self._lag, self._tasks = LagSampler(), Tasks()
+        self._node: StageNode | None = None
+        self._ring_in: RingIn | None = None
+        self._connector: Connector | None = None
+        self._connected = asyncio.Event()
+        self._lead: Lead | None = None
+
+    @property
+    def address(self) -> str | None:
+        return None
+
+    # -- the life of a service --
+
+    async def start(self, stack: AsyncExitStack) -> list[Child]:
+        stack.callback(self._tasks.close)
+        parts = await asyncio.to_thread(
+            build_parts, self._config, self._instance, self._pp_rank, self._notifier.status, self._log
+        )
+        endpoint = open_endpoint(self._config.transfer)
+        stack.push_async_callback(endpoint.close)
+        pool = endpoint.publish(endpoint.register(parts.pool))
+        own = StageInfo(self._pp_rank, parts.layers, self._instance.stages[self._pp_rank], pool)
+        receiver = None if parts.first else self._make_receiver(endpoint, parts)
+        slots = None if receiver is None else receiver.spec
+        self._connector = Connector(self._instance.name, self._pp_rank, self._instance.pp_size, parts.manifest, slots)
+        server = Server({STAGE_LINK: self, INSTANCE: self, INSPECT: InspectService(self, self._tracer)})
+        await server.start(own.address)
+        stack.push_async_callback(server.stop)
+        self._notifier.status("connecting the stages")
+        children = await self._connect(stack, parts, endpoint, receiver, own)
+        await server.set_serving(True)
+        self._log.info("stage is up", layers=f"[{parts.layers.lo}, {parts.layers.hi})", pages=parts.manifest.num_pages)
+        return [*children, self._tasks.run(), self._lag.run()]
+
+    async def withdraw(self) -> None:
+        if self._lead is not None:
+            self._lead.leave()
+        elif self._ring_in is not None:
+            self._ring_in.expect_end()
+
+    async def idle(self) -> None:
+        if self._lead is not None:
+            await self._lead.head.idle()
+        elif self._ring_in is not None:
+            await self._ring_in.ended.wait()
+
+    # -- start, in parts --
+
+    async def _connect(
+        self,
+        stack: AsyncExitStack,
+        parts: StageParts,
+        endpoint: Endpoint,
+        receiver: RingReceiver | None,
+        own: StageInfo,
+    ) -> list[Child]:
+        """Closes the ring with the other stages; on rank 0 the head comes to life then."""
+        assert self._connector is not None
+        epoch = None
+        if parts.first:
+            bus, epoch = await new_epoch(stack, self._config, self._instance.name)
+        upstream = Upstream(epoch, ()) if epoch is not None else await self._connector.upstream
+        spec, next_stage = None, None
+        if self._instance.pp_size > 1:
+            next_rank = (self._pp_rank + 1) % self._instance.pp_size
+            next_stage = await stack.enter_async_context(Client(self._instance.stages[next_rank], STAGE_LINK))
+            spec = await self._connector.connect(next_stage, upstream, own)
+        broker = await stack.enter_async_context(Client(self._config.broker.listen, BROKER))
+        ref = InstanceRef(self._instance.name, upstream.epoch)
+        ring = RingOut()
+        self._node = self._make_node(parts, endpoint, receiver, spec, ring, BrokerClient(broker), ref)
+        children: list[Child] = [self._node.executor.run()]
+        if next_stage is None:
+            stages: tuple[StageInfo, ...] = (own,)
+            children.append(ring.loop_back(self._node))
+        else:
+            self._ring_in = RingIn(self._node)
+            self._connected.set()
+            stages = (await self._connector.upstream).stages
+            children += [ring.run(next_stage), self._ring_in.watch()]
+        if parts.first:
+            info = InstanceInfo(ref, Role(self._instance.role), own.address, parts.manifest, stages)
+            self._lead = Lead(self._config, self._make_head(self._head_context(info, broker)), info, broker, bus)
+            self._node.head = self._lead.head
+            children += self._lead.children()
+        return children
+
+    def _make_receiver(self, endpoint: Endpoint, parts: StageParts) -> RingReceiver:
+        return RingReceiver(
+            endpoint,
+            num_slots=self._limits.num_slots,
+            max_tokens=self._limits.step_tokens,
+            hidden_size=parts.config.hidden_size,
+            dtype=parts.dtype,
+        )
+
+    def _make_node(
+        self,
+        parts: StageParts,
+        endpoint: Endpoint,
+        receiver: RingReceiver | None,
+        spec: RingSpec | None,
+        ring: RingOut,
+        broker: BrokerClient,
+        ref: InstanceRef,
+    ) -> StageNode:
+        kv = None
+        if self._instance.role == "prefill":
+            kv = KvSender(
+                endpoint,
+                PoolLayout(parts.pool.data_ptr(), parts.layers, parts.layer_bytes),
+                page_size=self._config.engine.page_size,
+                spawn=self._tasks.spawn,
+                report=WriterReports(broker, ref, self._pp_rank, self._settled, self._log),
+                tracer=self._tracer,
+            )
+        sender = None
+        if spec is not None:
+            sender = RingSender(endpoint, spec, hidden_size=parts.config.hidden_size, dtype=parts.dtype)
+        executor = StageExecutor(
+            parts.runner,
+            ring,
+            receiver=receiver,
+            sender=sender,
+            kv=kv,
+            spawn=self._tasks.spawn,
+            tracer=self._tracer,
+        )
+        return StageNode(runner=parts.runner, executor=executor, ring=ring, tasks=self._tasks, kv=kv, last=parts.last)
+
+    def _settled(self, ticket_id: str, pp_rank: int) -> None:
+        assert self._node is not None
+        self._node.settled(ticket_id, pp_rank)
+
+    def _head_context(self, info: InstanceInfo, broker: Client) -> HeadContext:
+        assert self._node is not None
+        return HeadContext(
+            info=info,
+            executor=self._node.executor,
+            issue=self._node.issue,
+            spawn=self._tasks.spawn,
+            broker=BrokerClient(broker),
+            tracer=self._tracer,
+            log=self._log.bind(epoch=info.ref.epoch),
+        )
+
+    # -- rpcs --
+
+    async def Connect(self, request: stage_pb2.ConnectRequest, context: Any) -> stage_pb2.ConnectReply:  # noqa: N802
+        assert self._connector is not None
+        return self._connector.accept(request)
+
+    async def Ring(self, messages: Any, context: Any) -> stage_pb2.RingClosed:  # noqa: N802
+        await self._connected.wait()
+        assert self._ring_in is not None
+        return await self._ring_in.accept(messages)
+
+    async def Session(self, messages: Any, context: Any) -> None:  # noqa: N802
+        await self._head.serve_session(messages, context)
+
+    async def ReservePages(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return await self._head.ReservePages(request, context)
+
+    async def CommitTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return await self._head.CommitTicket(request, context)
+
+    async def CloseTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return await self._head.CloseTicket(request, context)
+
+    @property
+    def _head(self) -> Head:
+        """Raises Retryable where there is none, or not yet."""
+        if self._lead is None:
+            raise Retryable("no head is up here")
+        return self._lead.head
+
+    # -- views --
+
+    def check_integrity(self) -> None:
+        if self._node is not None:
+            self._node.check_integrity()
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        return {} if self._node is None else self._node.held
+
+    @property
+    def gauges(self) -> Mapping[str, int]:
+        steps = 0 if self._node is None else self._node.executor.steps_done
+        return {"steps_done": steps, "loop_lag_max_us": round(self._lag.max_lag_s * 1e6)}

@@ -1,0 +1,230 @@
+"""The Mooncake transfer engine over TCP, as an Endpoint. The only module that knows it.
+
+open: environment -> engine -> listeners confined to loopback
+write: pieces -> batches -> a worker thread of the lane sends one batch after the other -> the loop is told
+close: cancel, wait for what runs, stop the threads, end the registrations, drop the engine
+
+A peer's name carries a number drawn at its start: the engine keeps what it learnt of a peer for good, so one that
+comes back on an old port must be told from the one that was there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+
+from stagemesh.shared.errors import Exhausted, ProtocolViolation, Rejected, Retryable, StagemeshError
+from stagemesh.shared.transfer.base import Lane, Piece, Region, RegionKey
+from stagemesh.shared.transfer.batches import Batch, check_pieces, cut, join_neighbours
+from stagemesh.shared.transfer.handle import Transfer
+from stagemesh.shared.transfer.listeners import confine_to_loopback, listeners_since, listening_inodes
+from stagemesh.shared.transfer.regions import RegionTable
+from stagemesh.shared.transfer.sender import Engine, Sender
+from stagemesh.shared.transfer.workers import Workers
+
+DEBIAN_PACKAGES: Final = ("libibverbs1", "librdmacm1", "libnuma1")
+MIN_TIMEOUT_S: Final = 5  # the engine takes less as this
+ENGINE_QUEUE: Final = 1024  # pieces it queues a peer before it turns some away
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeSettings:
+    """`host` is what peers connect to. A loopback host confines the engine's listeners to loopback.
+
+    A batch is what is given to the engine at once: its bytes bound how long an abort has to wait, its pieces how much
+    the engine has to queue. `num_bulk_threads` is also the number of bulk batches under way.
+    """
+
+    host: str = "127.0.0.1"
+    max_batch_bytes: int = 16 << 20
+    max_batch_pieces: int = 256
+    num_bulk_threads: int = 2
+    max_open_writes: int = 4096
+    timeout_s: int = 10
+    connect_timeout_s: float = 2.0
+    min_port: int = 10_000
+    max_port: int = 32_000  # below the range that Linux gives to outgoing connections
+
+    def __post_init__(self) -> None:
+        if self.timeout_s < MIN_TIMEOUT_S:
+            raise Rejected("timeout_s", f"must be at least {MIN_TIMEOUT_S}, got {self.timeout_s}")
+        if min(self.max_batch_bytes, self.max_batch_pieces, self.num_bulk_threads) < 1:
+            raise Rejected("max_batch_bytes, max_batch_pieces, num_bulk_threads", "must be at least 1")
+        if self.max_batch_pieces * (self.num_bulk_threads + 1) > ENGINE_QUEUE:
+            raise Rejected("max_batch_pieces", f"times (num_bulk_threads + 1) must be at most {ENGINE_QUEUE}")
+
+    def environment(self) -> dict[str, str]:
+        """The engine reads these when it is created, and some of them later."""
+        return {
+            "MC_FORCE_TCP": "1",  # else it looks at the hardware, whatever it is asked for
+            "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # else every piece opens a connection
+            "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": str(ENGINE_QUEUE),
+            "MC_TCP_STATUS_TIMEOUT_SEC": str(self.timeout_s),
+            "MC_TRANSFER_TIMEOUT": str(self.timeout_s),
+            "MC_HANDSHAKE_CONNECT_TIMEOUT": str(max(1, round(self.connect_timeout_s))),
+            "MC_MIN_RPC_PORT": str(self.min_port),
+            "MC_MAX_RPC_PORT": str(self.max_port),
+            "MC_LOG_LEVEL": "ERROR",
+        }
+
+
+def create_engine(settings: MooncakeSettings) -> Engine:
+    """The engine, listening. Raises StagemeshError if the library cannot be loaded or does not start."""
+    os.environ.update(settings.environment())
+    try:
+        from mooncake.engine import TransferEngine
+    except ImportError as error:
+        packages = " ".join(DEBIAN_PACKAGES)
+        raise StagemeshError(
+            f"the Mooncake transfer engine cannot be loaded ({error}). It needs the Python package "
+            f"mooncake-transfer-engine-non-cuda (or -cuda13) and Debian's {packages}"
+        ) from error
+    engine: Engine = TransferEngine()
+    if (code := engine.initialize(settings.host, "P2PHANDSHAKE", "tcp", "")) != 0:
+        raise StagemeshError(f"the Mooncake transfer engine does not start on {settings.host} (code {code})")
+    return engine
+
+
+class MooncakeEndpoint:
+    """An Endpoint. One in a process: the engine's environment is the process's."""
+
+    def __init__(self, settings: MooncakeSettings | None = None) -> None:
+        self._settings = settings or MooncakeSettings()
+        before = listening_inodes()
+        engine = create_engine(self._settings)
+        self._listeners = listeners_since(before)
+        if is_loopback(self._settings.host):
+            confine_to_loopback(self._listeners)
+        self._engine: Engine | None = engine
+        self._port = engine.get_rpc_port()
+        self.name = f"{self._settings.host}:{self._port}#{secrets.token_hex(4)}"
+        self._regions = RegionTable()
+        self._open: set[Transfer] = set()
+        self._num_unproven = 0  # writes that have failed and that the engine may still read for
+        self._kept: list[torch.Tensor] = []  # unregistered since then: theirs may be the memory it reads
+        self._sender: Sender | None = Sender(
+            engine, timeout_s=self._settings.timeout_s, connect_timeout_s=self._settings.connect_timeout_s
+        )
+        self._workers = {
+            Lane.BULK: Workers(self._settings.num_bulk_threads, "transfer-bulk"),
+            Lane.URGENT: Workers(1, "transfer-urgent"),
+        }
+
+    def register(self, memory: torch.Tensor) -> Region:
+        region = self._regions.bounds(memory)
+        if (code := self._running().register_memory(region.address, region.length)) != 0:
+            raise Retryable(f"the transfer engine did not register {region} (code {code})")
+        self._regions.add(region, memory)
+        return region
+
+    def unregister(self, region: Region) -> None:
+        memory = self._regions.remove(region)
+        if self._engine is None or memory is None:
+            return
+        self._engine.unregister_memory(region.address)
+        if self._num_unproven:
+            self._kept.append(memory)
+
+    def publish(self, region: Region) -> RegionKey:
+        return self._regions.key(self.name, region)
+
+    def write(self, key: RegionKey, pieces: Sequence[Piece], lane: Lane = Lane.BULK) -> Transfer:
+        self._running()
+        if len(self._open) >= self._settings.max_open_writes:
+            raise Exhausted(f"{len(self._open)} writes are open")
+        split_name(key.endpoint)
+        check_pieces(pieces, key, self._regions.regions)
+        batches = cut(
+            join_neighbours(pieces),
+            max_bytes=self._settings.max_batch_bytes,
+            max_pieces=self._settings.max_batch_pieces,
+        )
+        transfer = Transfer(
+            num_pieces=len(pieces),
+            num_bytes=sum(batch.num_bytes for batch in batches),
+            num_batches=len(batches),
+            on_settled=self._settled,
+        )
+        if batches:
+            self._open.add(transfer)
+            loop = asyncio.get_running_loop()
+            for batch in batches:
+                self._workers[lane].submit(partial(self._send, key, transfer, batch, lane, loop))
+        return transfer
+
+    async def close(self) -> None:
+        for transfer in self._open:
+            transfer.cancel()
+        engine, self._engine = self._engine, None
+        for transfer in tuple(self._open):
+            await transfer.settle()
+        if engine is None:
+            return
+        for workers in self._workers.values():
+            workers.stop()  # nothing runs any more: the join is immediate
+        for region in self._regions.regions:
+            engine.unregister_memory(region.address)
+        self._sender = None
+        self._wake_listeners()
+        del engine  # ends its threads, and what is left of unproven writes: only now may memory go
+        self._regions = RegionTable()
+        self._kept.clear()
+
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise Retryable(f"endpoint {self.name} is closed")
+        return self._engine
+
+    def _settled(self, transfer: Transfer) -> None:
+        self._open.discard(transfer)
+        self._num_unproven += not transfer.quiescent
+
+    def _send(
+        self, key: RegionKey, transfer: Transfer, batch: Batch, lane: Lane, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """On a worker thread: one batch, from the decision to send it to telling the loop how it ended."""
+        sender = self._sender
+        assert sender is not None, "the workers stop first"
+        end: Callable[[], None]
+        if not transfer.begin():
+            end = transfer.batch_skipped
+        elif (failure := sender.send(*split_name(key.endpoint), batch, lane)) is None:
+            end = partial(transfer.batch_done, batch.num_bytes)
+        else:
+            transfer.stop()  # now, not when the loop gets to it
+            end = partial(transfer.batch_failed, failure.error, proven=failure.proven)
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            loop.call_soon_threadsafe(end)
+
+    def _wake_listeners(self) -> None:
+        """The engine's destructor waits for its handshake thread, which looks up once in a second while it waits for
+        a connection. A short wait from now on, and a connection that ends the present one, spare that second."""
+        for listener in self._listeners:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 10_000))
+            listener.close()
+        self._listeners.clear()
+        with suppress(OSError):
+            socket.create_connection(("127.0.0.1", self._port), self._settings.connect_timeout_s).close()
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.")
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """(address, incarnation) of an endpoint's name. Raises ProtocolViolation."""
+    address, _, incarnation = name.partition("#")
+    host, _, port = address.rpartition(":")
+    if not (host and incarnation and port.isdecimal() and 0 < int(port) < 65536):
+        raise ProtocolViolation(f"not a transfer endpoint: {name!r}")
+    return address, incarnation

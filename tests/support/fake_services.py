@@ -1,0 +1,80 @@
+"""Services that only start, say so and stop, in the ways a test asks for; what they do is appended to a journal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from stagemesh.shared.config import Config
+from stagemesh.shared.errors import Rejected
+from stagemesh.shared.runtime.notify import Notifier
+
+BEHAVIOUR = "STAGEMESH_FAKE_"
+"""Prefix of the variables that say how a process behaves, by its name: `STAGEMESH_FAKE_decode-0/1=crash`."""
+
+
+def run(config: Config, instance: str | None, pp_rank: int | None) -> None:
+    name = f"{instance}/{pp_rank}" if instance else os.environ["STAGEMESH_FAKE_SERVICE"]
+    Fake(name, Path(config.mesh.run_dir).with_suffix(".journal")).run()
+
+
+def run_router(config: Config, instance: str | None, pp_rank: int | None) -> None:
+    os.environ["STAGEMESH_FAKE_SERVICE"] = "router"
+    run(config, instance, pp_rank)
+
+
+def run_broker(config: Config, instance: str | None, pp_rank: int | None) -> None:
+    os.environ["STAGEMESH_FAKE_SERVICE"] = "broker"
+    run(config, instance, pp_rank)
+
+
+ENTRIES = {
+    "router": f"{__name__}:run_router",
+    "broker": f"{__name__}:run_broker",
+    "prefill": f"{__name__}:run",
+    "decode": f"{__name__}:run",
+}
+
+
+class Fake:
+    def __init__(self, name: str, journal: Path) -> None:
+        self._name = name
+        self._journal = journal
+        self._behaviour = os.environ.get(BEHAVIOUR + name, "")
+
+    def run(self) -> None:
+        stops = {signal.SIGTERM, signal.SIGINT}
+        signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+        notifier = Notifier.from_environ(os.environ)
+        notifier.status("loading")
+        print(f"{self._name} was started")
+        self._before_ready()
+        notifier.ready("127.0.0.1:12345" if self._name == "router" else None)
+        while True:
+            signal.sigwait(stops)
+            notifier.stopping()
+            self._note("told to stop")
+            if self._behaviour != "stay":
+                break
+        notifier.close()
+        self._note("stopped")
+
+    def _before_ready(self) -> None:
+        match self._behaviour:
+            case "crash":
+                raise RuntimeError("no such luck")
+            case "refuse":
+                raise Rejected("memory", "needs 2 GiB, has 1 GiB")
+            case "hang":
+                signal.sigwait({signal.SIGTERM})
+                sys.exit(0)
+            case "child":
+                left_behind = subprocess.Popen(["sleep", "600"])
+                print(f"left behind: {left_behind.pid}.")
+
+    def _note(self, what: str) -> None:
+        with self._journal.open("a") as journal:
+            journal.write(f"{self._name} {what}\n")

@@ -1,0 +1,99 @@
+"""The console script: quick to start, and what is wrong is said in a line before anything starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.mesh import ROOT
+
+
+def stagemesh(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("STAGEMESH_")}
+    return subprocess.run(
+        [sys.executable, "-m", "stagemesh.shared.cli.main", *arguments],
+        env={**inherited, "PYTHONPATH": str(ROOT / ".ns"), **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = "{'torch', 'grpc', 'nats', 'numpy', 'transformers', 'tokenizers', 'asyncio'}"
+    script = (
+        "import sys; from stagemesh.shared.cli.main import make_app;"
+        "make_app()(['up', '--help'], standalone_mode=False);"
+        f"sys.exit(str({heavy} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT / ".ns")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.strip() == "set()"
+    assert "--prefill-layers" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("up", "--dtype", "int4"), "model.dtype: expected one of float32, float64, bfloat16; it is 'int4'"),
+        (("up", "--prefill-layers", "a,b"), "--prefill-layers: expected counts with commas"),
+        (("up", "--prefill-layers", "1,2,3"), "instance[0].layers: prefill-0 needs one count a stage"),
+        (("up", "--ready-file", "/no/such/place/ready"), "ready_file: its directory /no/such/place does not exist"),
+        (("up", "--run-dir", "/proc/none"), "run_dir: cannot use /proc/none"),
+        (("up", "--config", "/none"), "config: cannot read /none: No such file or directory"),
+        (("up", "--config", "/none", "--prefill-pp", "1"), "--prefill-pp: the layout comes from --config"),
+        (("router", "--config", "/none"), "config: cannot read /none: No such file or directory"),
+    ],
+)
+def test_what_is_refused_is_said_in_one_line(arguments: tuple[str, ...], says: str) -> None:
+    done = stagemesh(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+MESH_TOML = """
+[mesh]
+run_dir = "{run_dir}"
+[broker]
+listen = "unix:{run_dir}/b.sock"
+[model]
+path = "smollm2"
+[[instance]]
+name = "prefill-0"
+role = "prefill"
+pp_size = 1
+stages = ["unix:{run_dir}/p.sock"]
+[[instance]]
+name = "decode-0"
+role = "decode"
+pp_size = 1
+stages = ["unix:{run_dir}/d.sock"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("prefill", "--instance", "decode-0", "--rank", "0"), "instance: decode-0 is a decode instance, not prefill"),
+        (("decode", "--instance", "decode-9", "--rank", "0"), "no instance is named 'decode-9'"),
+        (("decode", "--instance", "decode-0", "--rank", "1"), "rank: no stage 1 of decode-0; there are decode-0/0"),
+    ],
+)
+def test_a_stage_that_the_config_does_not_have_is_refused(
+    tmp_path: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text(MESH_TOML.format(run_dir=tmp_path))
+    done = stagemesh(*arguments, STAGEMESH_CONFIG=str(path))
+    assert done.returncode == 2
+    assert says in done.stderr

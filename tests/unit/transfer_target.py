@@ -1,0 +1,88 @@
+"""A process that others write to: it registers memory, prints the key, then answers questions about its bytes.
+
+python transfer_target.py NUM_BYTES
+-> endpoint address length
+"digest OFFSET LENGTH" -> sha256, "count" -> bytes that are not 0, "clear" -> ok, end of input -> exit
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import torch
+
+from stagemesh.shared.transfer.base import RegionKey
+from stagemesh.shared.transfer.mooncake import MooncakeEndpoint
+
+
+def digest(memory: torch.Tensor, offset: int, length: int) -> str:
+    return hashlib.sha256(memory[offset : offset + length].numpy().tobytes()).hexdigest()
+
+
+class TargetProcess:
+    """That process, seen from the test."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(num_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        endpoint, address, length = self._read().split()
+        self.key = RegionKey(endpoint, int(address), int(length))
+
+    def _read(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the target process ended with {self.process.wait()}"
+        return line.strip()
+
+    def ask(self, question: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(question + "\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def digest(self, offset: int, length: int) -> str:
+        return self.ask(f"digest {offset} {length}")
+
+    def count(self) -> int:
+        return int(self.ask("count"))
+
+    def clear(self) -> None:
+        assert self.ask("clear") == "ok"
+
+    def close(self) -> None:
+        """Ends the process, however it is doing, and reaps it."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    memory = torch.zeros(int(sys.argv[1]), dtype=torch.uint8)
+    endpoint = MooncakeEndpoint()
+    key = endpoint.publish(endpoint.register(memory))
+    print(key.endpoint, key.address, key.length, flush=True)
+    for line in sys.stdin:
+        match line.split():
+            case ["digest", offset, length]:
+                print(digest(memory, int(offset), int(length)), flush=True)
+            case ["count"]:
+                print(int(torch.count_nonzero(memory)), flush=True)
+            case ["clear"]:
+                memory.zero_()
+                print("ok", flush=True)
+
+
+if __name__ == "__main__":
+    main()
