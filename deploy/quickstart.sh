@@ -46,7 +46,7 @@ router="$(.venv/bin/python -c 'import json, sys; print(json.load(open(sys.argv[1
 cp "$work/ready.json" "$work/started.json" # the original goes away with the mesh
 
 say "asking the router at $router: $question"
-if ! .venv/bin/stagemesh generate --target "$router" --chat "$question"; then
+if ! .venv/bin/stagemesh generate --router "$router" --chat "$question"; then
     cat "$work/log" >&2
     say "no answer"
     exit 1

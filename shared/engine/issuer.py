@@ -55,9 +55,9 @@ class Issuer:
 
     def drop(self, handle: int, pages: list[int]) -> None:
         """The sequence leaves every stage; its pages follow when all have acknowledged. No step of it may be out."""
+        self._deltas.pop(handle, None)  # no step will need them: a command's drops come before its page deltas
         if any(join.handle == handle for join in self._joins):  # no stage has heard of it
             self._joins = [join for join in self._joins if join.handle != handle]
-            self._deltas.pop(handle, None)
             self._pages.release(pages)
             return
         self._drops.append(handle)

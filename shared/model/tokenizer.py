@@ -51,7 +51,7 @@ class Tokenizer:
         text = str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
         if REPLACEMENT not in text:
             return text
-        # For one bad byte the library may give up a whole run of byte tokens, of which a stream has shown the good ones.
+        # One bad byte may cost a whole run of byte tokens here, of which a stream has shown the good ones.
         stream = self.stream(skip_special_tokens=skip_special_tokens)
         return "".join([*map(stream.push, ids), stream.finish()])
 

@@ -105,12 +105,12 @@ def picture(spans: Sequence[Span], *, columns: int = 100, window_ns: int = 1_000
 
 
 def _busiest(spans: Sequence[Span], window_ns: int) -> int:
-    """The start of the window in which most different processes computed, then most spans began."""
-    windows: dict[int, list[Span]] = defaultdict(list)
+    """The start of the window in which all processes together computed longest."""
+    busy: dict[int, int] = defaultdict(int)
     for span in spans:
-        windows[span["start_ns"] // window_ns].append(span)
-    best = max(windows, key=lambda w: (len({(s["process"], s["name"]) for s in windows[w]}), len(windows[w])))
-    return best * window_ns
+        if span["name"] == "forward":
+            busy[span["start_ns"] // window_ns] += span["end_ns"] - span["start_ns"]
+    return max(busy, key=lambda window: busy[window], default=0) * window_ns
 
 
 def _symbol(span: Span) -> str:

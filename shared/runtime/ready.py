@@ -41,6 +41,6 @@ def ready_text(config: Config, router_address: str) -> str:
     layout = ", ".join(f"{instance.name} (pp {instance.pp_size})" for instance in config.instances)
     return (
         f"stagemesh serves {config.model.path} at {router_address} (gRPC): {layout}\n"
-        f'  try:  stagemesh generate --target {router_address} --chat "What is the capital of France?"\n'
+        f'  try:  stagemesh generate --router {router_address} --chat "What is the capital of France?"\n'
         f"  stop: Ctrl-C, or kill -TERM {os.getpid()}"
     )

@@ -65,7 +65,10 @@ class TransferHandle(Protocol):
 
     @property
     def error(self) -> Exception | None:
-        """Why it failed (Retryable or PeerLost) or Cancelled; None otherwise."""
+        """Why it failed (Retryable or PeerLost) or Cancelled; None otherwise.
+
+        A peer that is just dying may still show as Retryable: whether it lives is for the directory to say.
+        """
         ...
 
     @property

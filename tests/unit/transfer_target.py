@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 
@@ -57,6 +58,11 @@ class TargetProcess:
 
     def clear(self) -> None:
         assert self.ask("clear") == "ok"
+
+    def stop(self) -> None:
+        """Stops every thread of the process, and returns once they have stopped."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def close(self) -> None:
         """Ends the process, however it is doing, and reaps it."""

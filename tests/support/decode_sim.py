@@ -1,0 +1,333 @@
+"""A decode instance without torch, broker or router: a scheduler, its stages, and remote writers of KV.
+
+Events come one at a time, in whatever order the test likes; everything that must hold is checked after each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stagemesh.shared.core.commands import (
+    COUNT,
+    FLAGS,
+    FROM_STEP,
+    HANDLE,
+    ROW_WIDTH,
+    SAMPLE,
+    SOURCE_ROW,
+    SOURCE_STEP,
+    START,
+    Command,
+    Step,
+    unpack_deltas,
+)
+from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.core.sampling import SamplingParams
+from stagemesh.shared.engine.pages import pages_for
+from stagemesh.shared.engine.schedule.decode import Admission, DecodeScheduler
+from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput, end_after
+from tests.support.sim_stages import SimPipeline, token_at
+
+
+@dataclass(slots=True, eq=False)
+class SimRequest:
+    """A request, its ticket, and what has become of both."""
+
+    ref: RequestRef
+    ticket_id: str
+    prompt_tokens: int
+    sampling: SamplingParams
+    submitted: bool = False
+    asked: bool = False  # the broker asks this side for pages
+    pages: tuple[int, ...] = ()
+    to_write: list[tuple[int, int]] = field(default_factory=list)  # (stage, page of the prompt) that may still land
+    filling: bool = False
+    committed: bool = False
+    closed: bool = False  # this side was told, and nothing of the ticket is in flight any more
+    failed: bool = False  # this side was told
+    gone: bool = False  # by that, or by an abort, or it was never taken
+    first_token: bool = False
+    aborted: bool = False
+    silent: bool = False  # nothing more may be said about it
+    tokens: list[int] = field(default_factory=list)
+    end: SequenceEnd | None = None
+
+    @property
+    def writable(self) -> bool:
+        """A writer may write to its pages, now or later."""
+        return bool(self.pages) and not self.committed and not self.closed
+
+    @property
+    def expected(self) -> tuple[list[int], SequenceEnd]:
+        """The new tokens of an undisturbed run, the first one (which is not made here) included."""
+        tokens: list[int] = []
+        while True:
+            tokens.append(token_at(self.ref, self.prompt_tokens + len(tokens)))
+            if (end := end_after(self.sampling, tokens[-1], len(tokens))) is not None:
+                return tokens, end
+
+
+class DecodeSim:
+    """`requests` by number. A method is one event; it returns when everything that must hold still does."""
+
+    def __init__(
+        self,
+        *,
+        num_stages: int,
+        num_pages: int,
+        page_size: int = 4,
+        max_running: int = 6,
+        run_ahead: int = 1,
+        extra_depth: int = 0,
+    ) -> None:
+        self.page_size, self.max_running = page_size, max_running
+        self.num_microbatches, self.run_ahead = num_stages + extra_depth, run_ahead
+        self.scheduler = DecodeScheduler(
+            num_pages=num_pages,
+            page_size=page_size,
+            num_microbatches=self.num_microbatches,
+            max_running=max_running,
+            run_ahead=run_ahead,
+        )
+        self.pipeline = SimPipeline(num_stages, num_pages, page_size)
+        self.requests: list[SimRequest] = []
+        self.by_ref: dict[RequestRef, SimRequest] = {}
+        self.by_handle: dict[int, SimRequest] = {}
+        self.joined: set[int] = set()
+        self.dropped: set[int] = set()
+        self.issued: dict[int, int] = {}  # handle -> rows issued
+        self.place: dict[int, tuple[int, int]] = {}  # handle -> step and row of its latest
+        self.last_command = self.last_step = 0
+        self.most_outstanding = 0
+        self.progress = 0  # counts whatever happens, but polls that bring nothing
+
+    # -- what routers, the broker and writers do --
+
+    def new_request(self, prompt_tokens: int, sampling: SamplingParams) -> SimRequest:
+        number = len(self.requests)
+        request = SimRequest(RequestRef(f"r{number}", number % 2), f"t{number}", prompt_tokens, sampling)
+        self.requests.append(request)
+        self.by_ref[request.ref] = request
+        return request
+
+    def submit(self, request: SimRequest) -> None:
+        request.submitted = True
+        request.gone = self.too_large(request)
+        self.scheduler.submit(request.ref, request.sampling, request.prompt_tokens, request.ticket_id)
+        self.check()
+
+    def reserve(self, request: SimRequest) -> None:
+        request.asked = True
+        self.scheduler.reserve(request.ticket_id, request.ref)
+        self.check()
+
+    def cancel_reserve(self, request: SimRequest) -> None:
+        """The asker's deadline has passed."""
+        request.asked = False
+        self.scheduler.cancel_reserve(request.ticket_id)
+        self.check()
+
+    def fill(self, request: SimRequest) -> None:
+        self.progress += 1
+        request.filling = True
+        num_stages = len(self.pipeline.stages)
+        request.to_write = [(rank, index) for index in range(len(request.pages)) for rank in range(num_stages)]
+
+    def write(self, request: SimRequest, pick: int) -> None:
+        rank, index = request.to_write.pop(pick % len(request.to_write))
+        first = index * self.page_size
+        last = min(first + self.page_size, request.prompt_tokens)
+        self.pipeline.stages[rank].write_from_elsewhere(request.pages[index], request.ref, first, last)
+
+    def commit(self, request: SimRequest) -> None:
+        assert not request.to_write
+        request.committed = True
+        accepted = self.scheduler.commit(request.ticket_id)
+        assert accepted == (not request.aborted)
+        self.check()
+
+    def close_ticket(self, request: SimRequest, *, quiesced: bool) -> None:
+        request.failed = True
+        request.gone |= request.submitted and not request.committed
+        if quiesced:
+            request.closed = True
+            request.to_write = []
+        self.scheduler.close_ticket(request.ticket_id, quiesced=quiesced, reason="told to")
+        self.check()
+
+    def give_first_token(self, request: SimRequest) -> None:
+        request.first_token = True
+        self.scheduler.first_token(request.ref, token_at(request.ref, request.prompt_tokens))
+        self.check()
+
+    def abort(self, request: SimRequest) -> None:
+        to_fail = self.scheduler.abort(request.ref)
+        assert to_fail == (None if request.gone or request.committed else request.ticket_id)
+        request.aborted = request.gone = True
+        self.check()
+
+    def too_large(self, request: SimRequest) -> bool:
+        tokens = request.prompt_tokens + request.sampling.max_tokens - 1
+        return pages_for(tokens, self.page_size) > self.scheduler.pages.num_pages
+
+    # -- what the stages and the head do --
+
+    def move(self, rank: int) -> None:
+        self.pipeline.move(rank)
+
+    def deliver(self) -> None:
+        """The head takes the next thing that has come round the ring."""
+        number, ids = self.pipeline.inbox.popleft()
+        if ids is None:
+            self.scheduler.applied(number)
+        else:
+            self.pipeline.sampled[number] = ids
+            self.scheduler.result(number, np.array(ids, dtype=np.int64))
+            oldest = self.scheduler.oldest_source
+            self.pipeline.sampled = {step: ids for step, ids in self.pipeline.sampled.items() if step >= oldest}
+        self.check()
+
+    def poll(self) -> None:
+        actions = self.scheduler.poll()
+        for command in actions.commands:
+            self._check_command(command)
+            self.pipeline.issue(command)
+        for output in actions.outputs:
+            self._take(output)
+        for admission in actions.admissions:
+            self._admit(admission)
+        for request in self.requests:
+            request.silent |= request.aborted
+        self.progress += bool(actions.commands or actions.admissions)
+        self.scheduler.check_integrity()
+
+    def crank(self, rounds: int = 1) -> None:
+        """Every stage moves, everything is delivered, the head polls."""
+        for _ in range(rounds):
+            for rank in self.pipeline.movable():
+                self.move(rank)
+            while self.pipeline.inbox:
+                self.deliver()
+            self.poll()
+
+    def run_dry(self) -> None:
+        """Until nothing is under way that could go on by itself."""
+        self.poll()
+        while not self.pipeline.quiet:
+            before = len(self.pipeline.inbox), self.pipeline.movable()
+            assert before != (0, []), "the stages wait for inputs that never come"
+            self.crank()
+
+    # -- what must hold --
+
+    def check(self) -> None:
+        self.progress += 1
+        self.scheduler.check_integrity()
+
+    def _check_command(self, command: Command) -> None:
+        self.last_command += 1
+        assert command.number == self.last_command
+        assert not command.cancels
+        for handle in command.drops:
+            assert handle in self.joined
+            assert handle not in self.dropped
+            assert not self._in_flight(handle)
+            self.dropped.add(handle)
+        for join in command.joins:
+            request = self.by_ref[join.request]
+            assert request.committed
+            assert (join.sampling, join.send) == (request.sampling, None)
+            self.joined.add(join.handle)
+            self.by_handle[join.handle] = request
+        if command.step is not None:
+            self._check_step(command.step)
+
+    def _check_step(self, step: Step) -> None:
+        self.last_step += 1
+        assert step.number == self.last_step
+        assert 0 <= step.microbatch < self.num_microbatches
+        assert step.rows.shape == (len(step.rows), ROW_WIDTH)
+        assert 0 < len(step.rows) <= self.max_running
+        handles = step.rows[:, HANDLE].tolist()
+        assert len(set(handles)) == len(handles)
+        for at, row in enumerate(step.rows.tolist()):
+            self._check_row(step.number, at, row)
+        self.most_outstanding = max(self.most_outstanding, len(self.scheduler.issuer.outstanding))
+        assert self.most_outstanding <= self.num_microbatches + self.run_ahead
+
+    def _check_row(self, step: int, at: int, row: list[int]) -> None:
+        handle = row[HANDLE]
+        assert handle in self.joined
+        assert handle not in self.dropped
+        request, before = self.by_handle[handle], self.issued.get(handle, 0)
+        assert (row[START], row[COUNT]) == (request.prompt_tokens + before, 1)
+        assert before + 1 < request.sampling.max_tokens  # the first new token is not made here, the last one not run
+        source = self.place.get(handle)
+        assert row[FLAGS] == SAMPLE | (FROM_STEP if source else 0)
+        assert (row[SOURCE_STEP], row[SOURCE_ROW]) == (source or (0, 0))
+        self.issued[handle], self.place[handle] = before + 1, (step, at)
+        assert self._in_flight(handle) <= 2
+
+    def _in_flight(self, handle: int) -> int:
+        outstanding = self.scheduler.issuer.outstanding.values()
+        return sum(handle in step.rows[:, HANDLE].tolist() for step in outstanding)
+
+    def _take(self, output: SequenceOutput) -> None:
+        request = self.by_ref[output.request]
+        assert request.end is None
+        assert not request.silent
+        request.end = output.end
+        if output.end is SequenceEnd.REJECTED:
+            assert self.too_large(request)
+            assert output.error.startswith("max_tokens: ")
+            return
+        if output.end is SequenceEnd.FAILED:
+            assert (output.error, output.token_ids) == ("told to", ())
+            assert request.failed
+            assert not request.tokens
+            return
+        request.tokens += output.token_ids
+        expected, end = request.expected
+        assert request.tokens == expected[1 : len(request.tokens) + 1]
+        assert output.end is (end if len(request.tokens) + 1 == len(expected) else None)
+
+    def _admit(self, admission: Admission) -> None:
+        request = next(request for request in self.requests if request.ticket_id == admission.ticket_id)
+        assert request.asked
+        assert not request.pages
+        assert not request.gone
+        assert len(admission.pages) == pages_for(request.prompt_tokens, self.page_size)
+        request.pages = admission.pages
+        leased = set(admission.pages)
+        for stage, queue in zip(self.pipeline.stages, self.pipeline.queues, strict=True):
+            assert not stage.owner.keys() & leased, "leased before every stage has dropped it"
+            commands = [item for item in queue if isinstance(item, Command)]
+            coming = [page for command in commands for _, pages in unpack_deltas(command.page_deltas) for page in pages]
+            assert not leased & set(coming), "leased, but on its way to a sequence"
+        others = {page for other in self.requests if other.writable and other is not request for page in other.pages}
+        assert not leased & others, "leased while another ticket's writer may write to it"
+
+    def check_all_is_back(self) -> None:
+        """Nothing is under way any more: nothing is held, and everybody got what they were to get."""
+        assert not any(self.scheduler.held.values()), self.scheduler.held
+        assert self.scheduler.load.pages_free == self.scheduler.pages.num_pages
+        assert self.pipeline.quiet
+        for stage in self.pipeline.stages:
+            assert not stage.residents
+            assert not stage.owner
+        for request in self.requests:
+            self._check_outcome(request)
+
+    def _check_outcome(self, request: SimRequest) -> None:
+        expected, end = request.expected
+        rows, needed = self.pipeline.rows_run.get(request.ref, 0), len(expected) - 1
+        assert rows <= needed + (end is SequenceEnd.STOP and needed > 0)
+        if request.submitted and not request.gone and needed:
+            assert (request.tokens, request.end) == (expected[1:], end)
+            assert rows >= needed
+        if request.end in (SequenceEnd.STOP, SequenceEnd.LENGTH):
+            assert (request.tokens, request.end) == (expected[1:], end)
+        if request.end is SequenceEnd.REJECTED:
+            assert not rows

@@ -1,0 +1,135 @@
+"""A whole mesh in processes of its own: started, asked, checked, stopped, and gone at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stagemesh.shared.pb import inspect_pb2
+from stagemesh.shared.rpc.client import Client
+from stagemesh.shared.rpc.inspect import INSPECT
+from tests.support.mesh import ROOT, wait_gone
+
+START_LIMIT_S = 300.0
+STOP_LIMIT_S = 90.0
+SETTLE_LIMIT_S = 60.0
+
+
+class RunningMesh:
+    """Ready to serve. `output` is what it has said on stderr so far."""
+
+    def __init__(self, process: subprocess.Popen[str], ready_file: Path) -> None:
+        self.process = process
+        self.output: list[str] = []
+        self._ready_file = ready_file
+        self._said = threading.Event()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.output.append(line)
+            if line.startswith("stagemesh serves"):
+                self._said.set()
+        self._said.set()
+
+    def wait_ready(self) -> None:
+        assert self._said.wait(START_LIMIT_S), self.said
+        assert self.process.poll() is None, self.said
+        self.record: dict[str, Any] = json.loads(self._ready_file.read_text())
+
+    @property
+    def said(self) -> str:
+        return "".join(self.output[-80:])
+
+    @property
+    def router(self) -> str:
+        return str(self.record["router"])
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {process["name"]: process["pid"] for process in self.record["processes"]}
+
+    async def peers(self) -> dict[str, str]:
+        async with Client(self.router, INSPECT) as client:
+            reply = await client.call("Peers", inspect_pb2.PeersRequest(), timeout_s=10)
+        return {peer.name: peer.address for peer in reply.peers}
+
+    async def check(self) -> dict[str, inspect_pb2.CheckReply]:
+        """Every process's own word on its invariants. Fails where one does not hold."""
+        replies = {}
+        for name, address in (await self.peers()).items():
+            async with Client(address, INSPECT) as client:
+                replies[name] = await client.call("Check", inspect_pb2.CheckRequest(), timeout_s=10)
+        assert all(reply.ok for reply in replies.values()), {n: r.violation for n, r in replies.items() if not r.ok}
+        return replies
+
+    async def check_idle(self) -> None:
+        """Nothing is in flight anywhere: at once, or when what is on its way has come home."""
+        held: dict[str, dict[str, int]] = {}
+        try:
+            async with asyncio.timeout(SETTLE_LIMIT_S):
+                while True:  # each round asks every process, which takes its time: no wait of our own
+                    held = {n: {k: v for k, v in r.held.items() if v} for n, r in (await self.check()).items()}
+                    if not any(held.values()):
+                        return
+        except TimeoutError:
+            raise AssertionError(f"still held: {held}") from None
+
+    async def spans(self) -> list[dict[str, Any]]:
+        spans = []
+        for address in (await self.peers()).values():
+            async with Client(address, INSPECT) as client:
+                reply = await client.call("Trace", inspect_pb2.TraceRequest(), timeout_s=10)
+            spans += json.loads(reply.spans)
+        return spans
+
+    def stop(self) -> None:
+        """Drains it. Fails unless it ends well and leaves no process."""
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(STOP_LIMIT_S)
+        self._reader.join()
+        assert code == 0, self.said
+        wait_gone(list(self.pids.values()))
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@contextmanager
+def running_mesh(tmp_path: Path, *options: str, environ: Mapping[str, str] | None = None) -> Iterator[RunningMesh]:
+    """`stagemesh up` with `options`, ready at the start of the block and stopped at its end."""
+    ready_file = tmp_path / "ready.json"
+    command = ["-m", "stagemesh.shared.cli.main", "up", "--port", "0", "--ready-file", str(ready_file), *options]
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("STAGEMESH_")}
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**inherited, "PYTHONPATH": str(ROOT / ".ns"), **(environ or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    mesh = RunningMesh(process, ready_file)
+    try:
+        mesh.wait_ready()
+        yield mesh
+        mesh.stop()
+    finally:
+        mesh.kill()

@@ -1,0 +1,136 @@
+"""Microbatches: balanced once each has had its turn, and turns that go round."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from stagemesh.shared.engine.microbatch import Microbatches
+from stagemesh.shared.errors import Bug
+
+
+class MicrobatchMachine(RuleBasedStateMachine):
+    """Sequences come and go between turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = Microbatches(1)
+        self.count = 1
+        self.here: list[int] = []
+        self.last_handle = 0
+        self.calm_turns = 0  # turns since a sequence has come or gone
+        self.last_turn: int | None = None
+
+    @initialize(count=st.integers(1, 5))
+    def build(self, count: int) -> None:
+        self.count, self.batches = count, Microbatches(count)
+
+    @rule()
+    def join(self) -> None:
+        self.last_handle += 1
+        smallest = min(self.batches.sizes)
+        index = self.batches.join(self.last_handle)
+        assert self.batches.sizes[index] == smallest + 1
+        assert self.last_handle in self.batches.members(index)
+        self.here.append(self.last_handle)
+        self.calm_turns = 0
+
+    @precondition(lambda self: self.here)
+    @rule(pick=st.integers(0, 1_000))
+    def leave(self, pick: int) -> None:
+        self.batches.leave(self.here.pop(pick % len(self.here)))
+        self.calm_turns = 0
+
+    @rule(idle=st.sets(st.integers(0, 4)), pinned=st.sets(st.integers(1, 30)))
+    def turn(self, idle: set[int], pinned: set[int]) -> None:
+        """A microbatch's turn; those in `idle` have nothing to run, sequences in `pinned` cannot move."""
+        index = self.batches.next_turn(lambda index: index not in idle)
+        busy = [index for index in range(self.count) if index not in idle]
+        assert (index is None) == (not busy)
+        if index is None:
+            return
+        assert index in busy
+        assert index != self.last_turn or busy == [index]
+        stuck = {handle: self.place_of(handle) for handle in pinned & set(self.here)}
+        self.batches.rebalance(index, lambda handle: handle not in pinned)
+        assert stuck == {handle: self.place_of(handle) for handle in stuck}
+        self.batches.take_turn(index)
+        self.last_turn = index
+        self.calm_turns = self.calm_turns + 1 if not idle and not pinned else 0
+
+    @rule()
+    def round(self) -> None:
+        """Each has its turn, and nobody comes or goes."""
+        for _ in range(self.count):
+            self.turn(set(), set())
+
+    def place_of(self, handle: int) -> int:
+        return next(index for index in range(self.count) if handle in self.batches.members(index))
+
+    @invariant()
+    def nobody_is_lost(self) -> None:
+        self.batches.check_integrity()
+        members = [handle for index in range(self.count) for handle in self.batches.members(index)]
+        assert sorted(members) == sorted(self.here)
+
+    @invariant()
+    def sizes_are_within_one_once_each_has_had_its_turn(self) -> None:
+        if self.calm_turns >= self.count:
+            assert max(self.batches.sizes) - min(self.batches.sizes) <= 1
+
+
+TestMicrobatches = MicrobatchMachine.TestCase
+TestMicrobatches.settings = settings(max_examples=60, deadline=None)
+
+
+@given(st.integers(1, 5))
+def test_turns_are_fair(count: int) -> None:
+    """While all have work, each of n microbatches has one of any n turns that follow each other."""
+    batches, turns = Microbatches(count), []
+    for _ in range(3 * count):
+        index = batches.next_turn(lambda _: True)
+        assert index is not None
+        batches.take_turn(index)
+        turns.append(index)
+    for start in range(2 * count):
+        assert sorted(turns[start : start + count]) == list(range(count))
+
+
+def test_asking_whose_turn_it_is_does_not_take_it() -> None:
+    batches = Microbatches(2)
+    assert batches.next_turn(lambda _: True) == batches.next_turn(lambda _: True) == 0
+
+
+def test_with_fewer_sequences_than_microbatches_there_is_one_each() -> None:
+    batches = Microbatches(3)
+    assert (batches.join(7), batches.join(8)) == (0, 1)
+    assert batches.sizes == (1, 1, 0)
+
+
+def test_the_surplus_that_moves_is_the_latest() -> None:
+    batches = Microbatches(2)
+    for handle in range(6):
+        batches.join(handle)
+    for handle in (1, 3, 5):
+        batches.leave(handle)
+    batches.rebalance(0, lambda _: True)
+    assert (batches.members(0), batches.members(1)) == ((0, 2), (4,))
+
+
+def test_one_sequence_is_in_one_microbatch() -> None:
+    batches = Microbatches(2)
+    batches.join(1)
+    with pytest.raises(Bug, match="sequence 1"):
+        batches.join(1)
+    with pytest.raises(ValueError, match="at least one"):
+        Microbatches(0)
+
+
+def test_a_sequence_in_two_microbatches_is_found() -> None:
+    batches = Microbatches(2)
+    batches.join(1)
+    batches._members[1].append(1)
+    with pytest.raises(Bug, match="do not add up"):
+        batches.check_integrity()
