@@ -23,7 +23,7 @@ wanted_key() {
 
 find_python() {
     local candidate
-    for candidate in "${STAGEMESH_PYTHON:-}" python3.12 python3.11 python3; do
+    for candidate in "${STAGEMESH_PYTHON:-}" python3 python3.11 python3.12; do
         if [ -n "$candidate" ] && command -v "$candidate" >/dev/null &&
             "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
             echo "$candidate"

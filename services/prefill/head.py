@@ -19,7 +19,7 @@ from stagemesh.shared.stage.head import Head, HeadContext
 
 
 class PrefillHead(Head):
-    """Asks the broker for pages just before a prompt starts; streams first tokens; frees pages when KV has been sent."""
+    """Asks for pages just before a prompt starts; streams first tokens; frees pages when their KV has been sent."""
 
     def __init__(self, context: HeadContext, scheduler: PrefillScheduler) -> None:
         super().__init__(context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from types import TracebackType
 from typing import Any
 
@@ -49,7 +49,9 @@ class Client:
                 raise
             raise PeerLost(f"{self.address}: the channel was closed") from None  # gRPC's word for it is the same
 
-    async def receive(self, method: str, request: Message, *, timeout_s: float | None = None) -> AsyncIterator[Any]:
+    async def receive(
+        self, method: str, request: Message, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[Any, None]:
         """The answers of a server-streaming call. Closing the iterator cancels the call."""
         call = self._methods[method](request, timeout=timeout_s)
         try:
@@ -99,9 +101,13 @@ class Duplex:
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error, self._peer) from None
 
-    async def done_writing(self) -> None:
-        """Ends this side of the stream."""
-        await self._call.done_writing()
+    async def finish(self) -> Any:
+        """Ends this side of the stream and returns the answer, where the method has a single one."""
+        try:
+            await self._call.done_writing()
+            return await self._call
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error, self._peer) from None
 
     def cancel(self) -> None:
         self._call.cancel()

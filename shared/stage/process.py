@@ -11,7 +11,7 @@ from stagemesh.shared.errors import Rejected
 from stagemesh.shared.obs.log import choose_form, configure
 from stagemesh.shared.runtime.loop import run
 from stagemesh.shared.runtime.notify import Notifier
-from stagemesh.shared.runtime.service import run_service
+from stagemesh.shared.runtime.service import StopSignals, run_service
 from stagemesh.shared.stage.stage import MakeHead, StageLimits, StageService
 
 
@@ -32,7 +32,19 @@ def run_stage(
         raise Rejected("instance", f"{instance} is {section.role} of {section.pp_size} stages, not {role} {pp_rank}")
     log = configure(role, instance, pp_rank, form=choose_form(os.environ, sys.stderr))
     notifier = Notifier.from_environ(os.environ)
-    service = StageService(
-        config, instance, pp_rank, make_head=make_head, limits=limits(section.pp_size), notifier=notifier, log=log
-    )
-    run(run_service(service, drain_timeout_s=config.engine.drain_timeout_s, notifier=notifier))
+
+    async def serve() -> None:
+        signals = StopSignals()
+        service = StageService(
+            config,
+            instance,
+            pp_rank,
+            make_head=make_head,
+            limits=limits(section.pp_size),
+            notifier=notifier,
+            on_stop=signals.drain.set,
+            log=log,
+        )
+        await run_service(service, drain_timeout_s=config.engine.drain_timeout_s, notifier=notifier, signals=signals)
+
+    run(serve())

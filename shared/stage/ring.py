@@ -4,20 +4,20 @@ rank 0 --command--> rank 1 --command--> ... --> last rank          each passes i
        --data_ready-->     --data_ready-->
        --applied-->        --applied-->          --result, applied, settled--> rank 0, where the head is
 
-One stream a neighbour. Its end is the end of the instance: stages live and die as one. A ring of one stage has no
-streams: it is its own neighbour.
+One stream a neighbour. A neighbour that ends it is being stopped, and the others follow; a stream that breaks is the
+loss of the instance: stages live and die as one. A ring of one stage has no streams: it is its own neighbour.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from stagemesh.shared.codec.arrays import to_array, to_bytes
 from stagemesh.shared.codec.commands import command_from_pb, command_to_pb
 from stagemesh.shared.core.commands import Command, Ints
-from stagemesh.shared.errors import Exhausted, PeerLost, ProtocolViolation
+from stagemesh.shared.errors import Exhausted, PeerLost, ProtocolViolation, StagemeshError
 from stagemesh.shared.pb import stage_pb2
 from stagemesh.shared.rpc.client import Client
 
@@ -60,7 +60,9 @@ class RingOut:
     """This stage's way to the next one. Sending never waits; `run` carries the messages."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[stage_pb2.RingMessage] = asyncio.Queue(MAX_QUEUED)
+        self._queue: asyncio.Queue[stage_pb2.RingMessage | None] = asyncio.Queue(MAX_QUEUED)
+        self._finishing = False
+        self._ended = asyncio.Event()
 
     def command(self, command: Command) -> None:
         self.forward(stage_pb2.RingMessage(command=command_to_pb(command)))
@@ -77,41 +79,47 @@ class RingOut:
     def settled(self, ticket_id: str, pp_rank: int) -> None:
         self.forward(stage_pb2.RingMessage(settled=stage_pb2.Settled(ticket_id=ticket_id, pp_rank=pp_rank)))
 
-    def forward(self, message: stage_pb2.RingMessage) -> None:
+    def forward(self, message: stage_pb2.RingMessage | None) -> None:
         """Raises Exhausted if the next stage takes nothing any more."""
         try:
             self._queue.put_nowait(message)
         except asyncio.QueueFull:
             raise Exhausted("the next stage of the ring takes nothing any more") from None
 
+    async def finish(self) -> None:
+        """Ends the stream after what is queued, which tells the next stage that this is no loss."""
+        self._finishing = True
+        self.forward(None)
+        await self._ended.wait()
+
     async def run(self, next_stage: Client) -> None:
-        """A child of the stage. Raises PeerLost when the next stage is gone."""
+        """A child of the stage, until `finish`. Raises PeerLost when the next stage is gone before."""
         stream = next_stage.open("Ring")
         try:
-            while True:
-                await stream.send(await self._queue.get())
-        except Exception as error:
-            raise PeerLost(f"the next stage of the ring is gone: {error}") from error
+            while (message := await self._queue.get()) is not None:
+                await stream.send(message)
+            await stream.finish()
+        except StagemeshError as error:
+            if not self._finishing:
+                raise PeerLost(f"the next stage of the ring is gone: {error}") from error
         finally:
             stream.cancel()
+            self._ended.set()
 
     async def loop_back(self, listener: RingListener) -> None:
         """The same for a ring of one stage."""
-        while True:
-            deliver(await self._queue.get(), listener)
+        while (message := await self._queue.get()) is not None:
+            deliver(message, listener)
+        self._ended.set()
 
 
 class RingIn:
-    """The server's part: takes the previous stage's stream. `ended` is set when it ends."""
+    """The server's part: takes the previous stage's stream. `ended` is set when it ends, in whatever way."""
 
     def __init__(self, listener: RingListener) -> None:
         self._listener = listener
+        self._connected = self._finished = False
         self.ended = asyncio.Event()
-        self._connected = self._expected = False
-
-    def expect_end(self) -> None:
-        """The instance is being stopped: the end of the stream is no loss."""
-        self._expected = True
 
     async def accept(self, messages: AsyncIterator[stage_pb2.RingMessage]) -> stage_pb2.RingClosed:
         """Raises ProtocolViolation for a second stream, or a message that does not fit."""
@@ -121,12 +129,15 @@ class RingIn:
         try:
             async for message in messages:
                 deliver(message, self._listener)
+            self._finished = True
         finally:
             self.ended.set()
         return stage_pb2.RingClosed()
 
-    async def watch(self) -> None:
-        """A child of the stage. Raises PeerLost when the previous stage is gone."""
+    async def watch(self, on_finished: Callable[[], None]) -> None:
+        """A child of the stage. Calls `on_finished` when the previous stage has ended its stream; raises PeerLost when
+        it is gone without that."""
         await self.ended.wait()
-        if not self._expected:
+        if not self._finished:
             raise PeerLost("the previous stage of the ring is gone")
+        on_finished()

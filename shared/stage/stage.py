@@ -52,7 +52,7 @@ class StageLimits:
 
 
 class StageService:
-    """A `Service`. `make_head` is the role's."""
+    """A `Service`. `make_head` is the role's; `on_stop` is called when another stage of it is being stopped."""
 
     def __init__(
         self,
@@ -63,15 +63,17 @@ class StageService:
         make_head: MakeHead,
         limits: StageLimits,
         notifier: Notifier,
+        on_stop: Callable[[], None],
         log: Log,
     ) -> None:
         self._config, self._instance, self._pp_rank = config, config.instance(instance), pp_rank
         self._make_head, self._limits = make_head, limits
-        self._notifier, self._log = notifier, log
+        self._notifier, self._on_stop, self._log = notifier, on_stop, log
         self._tracer = Tracer(f"{instance}/{pp_rank}")
         self._lag, self._tasks = LagSampler(), Tasks()
         self._node: StageNode | None = None
         self._ring_in: RingIn | None = None
+        self._ring_out = RingOut()
         self._connector: Connector | None = None
         self._connected = asyncio.Event()
         self._lead: Lead | None = None
@@ -106,14 +108,16 @@ class StageService:
     async def withdraw(self) -> None:
         if self._lead is not None:
             self._lead.leave()
-        elif self._ring_in is not None:
-            self._ring_in.expect_end()
 
     async def idle(self) -> None:
+        """The head waits for what runs, then ends the ring; the end goes round it."""
         if self._lead is not None:
             await self._lead.head.idle()
-        elif self._ring_in is not None:
+            await self._ring_out.finish()
+        if self._ring_in is not None:
             await self._ring_in.ended.wait()
+        if self._lead is None:
+            await self._ring_out.finish()
 
     # -- start, in parts --
 
@@ -138,7 +142,7 @@ class StageService:
             spec = await self._connector.connect(next_stage, upstream, own)
         broker = await stack.enter_async_context(Client(self._config.broker.listen, BROKER))
         ref = InstanceRef(self._instance.name, upstream.epoch)
-        ring = RingOut()
+        ring = self._ring_out
         self._node = self._make_node(parts, endpoint, receiver, spec, ring, BrokerClient(broker), ref)
         children: list[Child] = [self._node.executor.run()]
         if next_stage is None:
@@ -148,7 +152,7 @@ class StageService:
             self._ring_in = RingIn(self._node)
             self._connected.set()
             stages = (await self._connector.upstream).stages
-            children += [ring.run(next_stage), self._ring_in.watch()]
+            children += [ring.run(next_stage), self._ring_in.watch(self._on_stop)]
         if parts.first:
             info = InstanceInfo(ref, Role(self._instance.role), own.address, parts.manifest, stages)
             self._lead = Lead(self._config, self._make_head(self._head_context(info, broker)), info, broker, bus)

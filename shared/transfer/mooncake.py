@@ -11,12 +11,14 @@ comes back on an old port must be told from the one that was there.
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -89,10 +91,30 @@ def create_engine(settings: MooncakeSettings) -> Engine:
             f"the Mooncake transfer engine cannot be loaded ({error}). It needs the Python package "
             f"mooncake-transfer-engine-non-cuda (or -cuda13) and Debian's {packages}"
         ) from error
-    engine: Engine = TransferEngine()
-    if (code := engine.initialize(settings.host, "P2PHANDSHAKE", "tcp", "")) != 0:
-        raise StagemeshError(f"the Mooncake transfer engine does not start on {settings.host} (code {code})")
+    with captured_stderr() as said:  # it reports an error at every start that is none
+        engine: Engine = TransferEngine()
+        code = engine.initialize(settings.host, "P2PHANDSHAKE", "tcp", "")
+    if code != 0:
+        reason = said.getvalue().decode(errors="replace").strip()
+        raise StagemeshError(f"the Mooncake transfer engine does not start on {settings.host} (code {code}): {reason}")
     return engine
+
+
+@contextmanager
+def captured_stderr() -> Iterator[io.BytesIO]:
+    """What is written to file descriptor 2 meanwhile, by libraries too, is in the buffer at the end."""
+    buffer, kept = io.BytesIO(), os.dup(2)
+    try:
+        with tempfile.TemporaryFile() as file:
+            os.dup2(file.fileno(), 2)
+            try:
+                yield buffer
+            finally:
+                os.dup2(kept, 2)
+                file.seek(0)
+                buffer.write(file.read())
+    finally:
+        os.close(kept)
 
 
 class MooncakeEndpoint:

@@ -81,7 +81,7 @@ class Storm:
             self._moments.pop(index)()
 
     async def _ask(self, index: int) -> None:
-        answer = self.answers[index] = Answer()
+        self.answers[index] = Answer()
 
         def took(so_far: Answer) -> bool:
             self.answers[index] = so_far
@@ -91,7 +91,6 @@ class Storm:
 
         request = token_request(self._wanted[index], NEW_TOKENS, ignore_eos=True, request_id=f"storm-{index}")
         self.answers[index] = await generate(self._client, request, on_response=took)
-        del answer
 
 
 async def storm(mesh: RunningMesh, wanted: list[list[int]], seed: int) -> Storm:
@@ -154,4 +153,4 @@ def test_one_token_needs_no_decode(mesh: RunningMesh, reference: Any) -> None:
 
 
 async def steps(mesh: RunningMesh, process: str) -> int:
-    return (await mesh.check())[process].gauges["steps_done"]
+    return int((await mesh.check())[process].gauges["steps_done"])

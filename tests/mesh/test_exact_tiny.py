@@ -90,7 +90,8 @@ def run_shape(tmp_path: Path, architecture: Architecture, shape: Shape, count: i
         assert len(answer.token_ids) == answer.finished.usage.completion_tokens == NEW_TOKENS
         assert answer.finished.usage.prompt_tokens == len(prompt)
     assert sum(compared) > 0.9 * NEW_TOKENS * count, "near ties everywhere: the comparison says nothing"
-    print(f"{architecture} {shape}: {count} prompts, {sum(compared)} of {count * NEW_TOKENS} tokens compared, all equal")
+    said = f"{sum(compared)} of {count * NEW_TOKENS} tokens compared, all equal"
+    print(f"{architecture} {shape}: {count} prompts, {said}")
 
 
 def load_reference(path: Path) -> Any:

@@ -81,8 +81,10 @@ def check_exact(mesh: RunningMesh, reference: Any, prompts: list[list[int]], max
     compared = [check_greedy(reference, p, a.token_ids) for p, a in zip(prompts, answers, strict=True)]
     assert all(len(answer.token_ids) == max_tokens for answer in answers)
     total = max_tokens * len(prompts)
-    print(f"smollm2 2->2: {len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, "
-          f"{sum(compared)} of {total} tokens compared, all equal")
+    print(
+        f"smollm2 2->2: {len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, "
+        f"{sum(compared)} of {total} tokens compared, all equal"
+    )
     assert sum(compared) > 0.7 * total, "near ties everywhere: the comparison says nothing"
     asyncio.run(mesh.check_idle())
 
