@@ -9,7 +9,7 @@ from typing import Any
 from stagemesh.shared.codec.arrays import to_bytes
 from stagemesh.shared.codec.commands import sampling_from_pb
 from stagemesh.shared.codec.mesh import request_from_pb
-from stagemesh.shared.core.commands import Ints
+from stagemesh.shared.core.commands import Ints, RowLogprobs
 from stagemesh.shared.core.directory import InstanceLoad
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
@@ -31,10 +31,10 @@ class DecodeHead(Head):
 
     # -- events --
 
-    def on_result(self, step: int, token_ids: Ints) -> None:
+    def on_result(self, step: int, token_ids: Ints, logprobs: RowLogprobs) -> None:
         self._context.tracer.mark("result", step=step)
         self._context.executor.sampled(step, token_ids)
-        self._scheduler.result(step, token_ids)
+        self._scheduler.result(step, token_ids, logprobs)
         self._context.executor.forget_sampled_before(self._scheduler.oldest_source)
         self.wake()
 

@@ -8,7 +8,7 @@ from typing import Any
 from stagemesh.shared.codec.arrays import to_array
 from stagemesh.shared.codec.commands import sampling_from_pb
 from stagemesh.shared.codec.mesh import request_from_pb
-from stagemesh.shared.core.commands import Ints
+from stagemesh.shared.core.commands import Ints, RowLogprobs
 from stagemesh.shared.core.directory import InstanceLoad
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule.prefill import FailedTicket, PrefillScheduler
@@ -27,9 +27,9 @@ class PrefillHead(Head):
 
     # -- events --
 
-    def on_result(self, step: int, token_ids: Ints) -> None:
+    def on_result(self, step: int, token_ids: Ints, logprobs: RowLogprobs) -> None:
         self._context.tracer.mark("result", step=step)
-        self._scheduler.result(step, token_ids)
+        self._scheduler.result(step, token_ids, logprobs)
         self.wake()
 
     def on_applied(self, number: int) -> None:

@@ -9,9 +9,11 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
+from stagemesh.services.router.answer import Answer
 from stagemesh.services.router.directory import MeshView
 from stagemesh.services.router.placement import max_request_tokens
 from stagemesh.services.router.request import Ending, LiveRequest
+from stagemesh.services.router.stop import StopMatcher
 from stagemesh.services.router.validate import Limits, check_prompt, sampling_params
 from stagemesh.shared.config import RouterSection
 from stagemesh.shared.core.identity import RequestRef
@@ -66,7 +68,7 @@ class GeneratorService:
             sampling = sampling_params(request, len(token_ids), limits, seed=secrets.randbits(63))
             live = self._live[request_id] = LiveRequest(RequestRef(request_id, 1), sampling, token_ids)
             await live.start(self._mesh, self._broker)
-            async for response in self._follow(live):
+            async for response in self._follow(live, request):
                 yield response
         finally:
             if live is not None:
@@ -134,20 +136,24 @@ class GeneratorService:
             case _:
                 return list(request.token_ids.ids)
 
-    async def _follow(self, live: LiveRequest) -> AsyncIterator[generator_pb2.GenerateResponse]:
-        text = self._tokenizer.stream()
+    async def _follow(
+        self, live: LiveRequest, request: generator_pb2.GenerateRequest
+    ) -> AsyncIterator[generator_pb2.GenerateResponse]:
+        stops = StopMatcher(request.stop, include=request.include_stop)
+        answer = Answer(live.ref.request_id, self._tokenizer.stream(), stops, live.sampling.min_tokens)
         ending: Ending | None = None
         while ending is None:
             fresh, ending = await live.next()
-            new_text = "".join(map(text.push, fresh))
-            response = generator_pb2.GenerateResponse(
-                request_id=live.ref.request_id,
-                token_ids=fresh,
-                text=new_text if ending is None else new_text + text.finish(),
-            )
-            if ending is not None:
-                response.finished.CopyFrom(_finished(live, ending))
-            yield response
+            answer.push(fresh)
+            if answer.matched is not None:
+                ending = live.stopped(answer.matched, answer.num_tokens)
+                live.release()
+            if ending is None and not request.whole:
+                yield answer.take()
+        answer.finish()
+        response = answer.take()
+        response.finished.CopyFrom(_finished(live, ending))
+        yield response
 
     def _log_end(self, live: LiveRequest) -> None:
         self._log.info(
@@ -180,6 +186,7 @@ class GeneratorService:
 def _finished(live: LiveRequest, ending: Ending) -> generator_pb2.Finished:
     return generator_pb2.Finished(
         finish_reason=_REASONS[ending.end],
+        stop=ending.stop,
         usage=generator_pb2.Usage(prompt_tokens=len(live.token_ids), completion_tokens=live.completion_tokens),
         timing=generator_pb2.Timing(first_token_s=live.first_token_s or 0.0, total_s=time.monotonic() - live.started_s),
     )

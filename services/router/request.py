@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from itertools import repeat
 
+from stagemesh.services.router.answer import FreshToken
 from stagemesh.services.router.directory import MeshView
 from stagemesh.services.router.placement import Placement, place
 from stagemesh.services.router.session import HeadSession
@@ -24,9 +26,10 @@ PLACEMENT_WAIT_S = 5.0  # for a pair of instances to be there
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why it is over: STOP or LENGTH; None is an abort."""
+    """Why it is over: STOP or LENGTH; None is an abort. `stop` is the stop string that matched, if one did."""
 
     end: SequenceEnd | None
+    stop: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +42,7 @@ class LiveRequest:
     started_s: float = field(default_factory=time.monotonic)
     first_token_s: float | None = None
     completion_tokens: int = 0
-    _fresh: list[int] = field(default_factory=list)
+    _fresh: list[FreshToken] = field(default_factory=list)
     _ending: Ending | None = None
     _error: Exception | None = None
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -112,7 +115,7 @@ class LiveRequest:
             self.first_token_s = time.monotonic() - self.started_s
             if output.end is None and self._decode is not None:
                 self._decode.first_token(self.ref, output.token_ids[0])
-        self._fresh += output.token_ids
+        self._fresh += zip(output.token_ids, output.logprobs or repeat(None), strict=False)
         self.completion_tokens += len(output.token_ids)
         if output.end is not None:
             self._ending = Ending(output.end)
@@ -125,7 +128,12 @@ class LiveRequest:
 
     # -- outputs out --
 
-    async def next(self) -> tuple[list[int], Ending | None]:
+    def stopped(self, stop: str, num_tokens: int) -> Ending:
+        """A stop string has matched: `num_tokens` tokens are the whole answer."""
+        self.completion_tokens, self._ending = num_tokens, Ending(SequenceEnd.STOP, stop)
+        return self._ending
+
+    async def next(self) -> tuple[list[FreshToken], Ending | None]:
         """All tokens that have come since the last call, and the ending if there will be no more. Raises what failed
         the request: Retryable or Rejected."""
         while not self._fresh and self._ending is None:

@@ -12,6 +12,9 @@ from stagemesh.shared.errors import Rejected
 from stagemesh.shared.pb import generator_pb2
 
 MAX_STOP_TOKEN_IDS: Final = 64
+MAX_STOP_STRINGS: Final = 64
+MAX_STOP_BYTES: Final = 256
+MAX_LOGPROBS: Final = 20
 MAX_MESSAGES: Final = 1024
 MAX_TEMPERATURE: Final = 100.0
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -72,8 +75,10 @@ def sampling_params(
     request: generator_pb2.GenerateRequest, prompt_tokens: int, limits: Limits, *, seed: int
 ) -> SamplingParams:
     """The request's parameters, with defaults. `seed` is for a request that gives none. Raises Rejected."""
+    _check_stop_strings(list(request.stop))
+    max_tokens = _max_tokens(request, prompt_tokens, limits)
     return SamplingParams(
-        max_tokens=_max_tokens(request, prompt_tokens, limits),
+        max_tokens=max_tokens,
         temperature=_number("temperature", request.temperature, 0.0, MAX_TEMPERATURE),
         top_k=_whole("top_k", request.top_k, 0, limits.vocab_size),
         top_p=_top_p(request),
@@ -81,7 +86,18 @@ def sampling_params(
         ignore_eos=request.ignore_eos,
         eos_token_ids=limits.eos_token_ids,
         stop_token_ids=_stop_token_ids(list(request.stop_token_ids), limits),
+        min_tokens=_whole("min_tokens", request.min_tokens, 0, max_tokens),
+        min_p=_number("min_p", request.min_p, 0.0, 1.0),
+        logprobs=_whole("logprobs", request.logprobs, 0, MAX_LOGPROBS) if request.HasField("logprobs") else None,
     )
+
+
+def _check_stop_strings(stops: list[str]) -> None:
+    if len(stops) > MAX_STOP_STRINGS:
+        raise Rejected("stop", f"must be at most {MAX_STOP_STRINGS} strings, got {len(stops)}")
+    for index, stop in enumerate(stops):
+        if not 0 < len(stop.encode()) <= MAX_STOP_BYTES:
+            raise Rejected("stop", f"must be 1..{MAX_STOP_BYTES} bytes of UTF-8, got {len(stop.encode())} at {index}")
 
 
 def _max_tokens(request: generator_pb2.GenerateRequest, prompt_tokens: int, limits: Limits) -> int:

@@ -25,3 +25,15 @@ def to_array(data: bytes) -> Ints:
 
 def to_tuple(data: bytes) -> tuple[int, ...]:
     return tuple(to_array(data).tolist())
+
+
+def floats_to_bytes(values: Sequence[float]) -> bytes:
+    """float64, little endian."""
+    return np.asarray(values, dtype="<f8").tobytes()
+
+
+def bytes_to_floats(data: bytes) -> tuple[float, ...]:
+    """Raises ProtocolViolation if the length is no multiple of eight."""
+    if len(data) % 8:
+        raise ProtocolViolation(f"a float64 array of {len(data)} bytes")
+    return tuple(np.frombuffer(data, dtype="<f8").tolist())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stagemesh.shared.codec.arrays import to_array, to_bytes, to_tuple
+from stagemesh.shared.codec.arrays import bytes_to_floats, floats_to_bytes, to_array, to_bytes, to_tuple
 from stagemesh.shared.codec.mesh import request_from_pb, request_to_pb, stage_from_pb, stage_to_pb
-from stagemesh.shared.core.commands import ROW_WIDTH, Command, Join, SendPlan, Step
+from stagemesh.shared.core.commands import ROW_WIDTH, Command, Join, SendPlan, Step, TokenLogprobs
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.errors import ProtocolViolation
 from stagemesh.shared.pb import instance_pb2, stage_pb2
@@ -20,6 +20,9 @@ def sampling_to_pb(params: SamplingParams) -> instance_pb2.Sampling:
         ignore_eos=params.ignore_eos,
         eos_token_ids=params.eos_token_ids,
         stop_token_ids=params.stop_token_ids,
+        min_tokens=params.min_tokens,
+        min_p=params.min_p,
+        logprobs=params.logprobs,
     )
 
 
@@ -33,6 +36,9 @@ def sampling_from_pb(message: instance_pb2.Sampling) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         eos_token_ids=tuple(message.eos_token_ids),
         stop_token_ids=tuple(message.stop_token_ids),
+        min_tokens=message.min_tokens,
+        min_p=message.min_p,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
     )
 
 
@@ -72,14 +78,23 @@ def _step_from_pb(message: stage_pb2.Step) -> Step:
 
 
 def _join_to_pb(join: Join) -> stage_pb2.Join:
-    send = None if join.send is None else send_to_pb(join.send)
-    sampling = sampling_to_pb(join.sampling)
-    return stage_pb2.Join(handle=join.handle, request=request_to_pb(join.request), sampling=sampling, send=send)
+    return stage_pb2.Join(
+        handle=join.handle,
+        request=request_to_pb(join.request),
+        sampling=sampling_to_pb(join.sampling),
+        send=None if join.send is None else send_to_pb(join.send),
+        prompt_tokens=join.prompt_tokens,
+    )
 
 
 def _join_from_pb(message: stage_pb2.Join) -> Join:
-    send = send_from_pb(message.send) if message.HasField("send") else None
-    return Join(message.handle, request_from_pb(message.request), sampling_from_pb(message.sampling), send)
+    return Join(
+        handle=message.handle,
+        request=request_from_pb(message.request),
+        sampling=sampling_from_pb(message.sampling),
+        send=send_from_pb(message.send) if message.HasField("send") else None,
+        prompt_tokens=message.prompt_tokens,
+    )
 
 
 def send_to_pb(plan: SendPlan) -> stage_pb2.SendPlan:
@@ -94,3 +109,19 @@ def send_to_pb(plan: SendPlan) -> stage_pb2.SendPlan:
 def send_from_pb(message: stage_pb2.SendPlan) -> SendPlan:
     targets = tuple(stage_from_pb(target) for target in message.targets)
     return SendPlan(message.ticket_id, message.prompt_tokens, to_tuple(message.pages), targets)
+
+
+def logprobs_to_pb(logprobs: TokenLogprobs) -> instance_pb2.TokenLogprobs:
+    return instance_pb2.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_ids=to_bytes(logprobs.top_ids),
+        top_logprobs=floats_to_bytes(logprobs.top_logprobs),
+    )
+
+
+def logprobs_from_pb(message: instance_pb2.TokenLogprobs) -> TokenLogprobs:
+    """Raises ProtocolViolation if ids and values are not as many."""
+    ids, values = to_tuple(message.top_ids), bytes_to_floats(message.top_logprobs)
+    if len(ids) != len(values):
+        raise ProtocolViolation(f"{len(values)} log probabilities of {len(ids)} tokens")
+    return TokenLogprobs(message.logprob, ids, values)

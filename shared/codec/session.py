@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from stagemesh.shared.codec.commands import logprobs_from_pb, logprobs_to_pb
 from stagemesh.shared.codec.mesh import request_from_pb, request_to_pb
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.errors import ProtocolViolation
@@ -26,6 +27,7 @@ def outputs_to_pb(outputs: Iterable[SequenceOutput]) -> list[instance_pb2.Sequen
             token_ids=output.token_ids,
             end=_ENDS[output.end],
             error=output.error,
+            logprobs=[logprobs_to_pb(logprobs) for logprobs in output.logprobs],
         )
         for output in outputs
     ]
@@ -36,4 +38,5 @@ def output_from_pb(message: instance_pb2.SequenceOutput) -> SequenceOutput:
     if message.end not in _ENDS_BACK:
         raise ProtocolViolation(f"unknown end of a sequence: {message.end}")
     end = _ENDS_BACK[message.end]
-    return SequenceOutput(request_from_pb(message.request), tuple(message.token_ids), end, message.error)
+    logprobs = tuple(logprobs_from_pb(logprobs) for logprobs in message.logprobs)
+    return SequenceOutput(request_from_pb(message.request), tuple(message.token_ids), end, message.error, logprobs)

@@ -7,7 +7,9 @@ FROM_STEP, the single id that row `source_row` of step `source_step` sampled, wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -24,6 +26,19 @@ HANDLE, START, COUNT, SOURCE_STEP, SOURCE_ROW, FLAGS = range(6)
 ROW_WIDTH: Final = 6
 FROM_STEP: Final = 1  # the input id is the one sampled by (source_step, source_row)
 SAMPLE: Final = 2  # the last stage samples after this row's last token
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's probabilities: of the drawn token, and of the likeliest ones in order."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+RowLogprobs = Mapping[int, TokenLogprobs]
+NO_LOGPROBS: Final[RowLogprobs] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +59,7 @@ class Join:
     request: RequestRef
     sampling: SamplingParams
     send: SendPlan | None = None
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

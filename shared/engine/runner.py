@@ -17,25 +17,37 @@ from stagemesh.shared.core.commands import (
     FLAGS,
     FROM_STEP,
     HANDLE,
+    NO_LOGPROBS,
     SAMPLE,
     SOURCE_ROW,
     SOURCE_STEP,
     START,
     Command,
     Ints,
+    Join,
+    RowLogprobs,
     Step,
+    TokenLogprobs,
     unpack_deltas,
 )
-from stagemesh.shared.core.sampling import SamplingParams
-from stagemesh.shared.engine.sampler import RowSampling, sample
+from stagemesh.shared.engine.sampler import RowSampling, log_probabilities, sample
 from stagemesh.shared.errors import ProtocolViolation
 from stagemesh.shared.model.batch import ForwardBatch
 from stagemesh.shared.model.layers import StageModel
 
 
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """`tensor` is [tokens, hidden_size] or, on the last stage, int64 [rows]: the sampled id or -1."""
+
+    tensor: Tensor
+    logprobs: RowLogprobs = field(default_factory=lambda: NO_LOGPROBS)
+
+
 @dataclass(slots=True)
 class _Resident:
     sampling: RowSampling
+    logprobs: int | None
     pages: list[int] = field(default_factory=list)
 
 
@@ -60,19 +72,19 @@ class StageRunner:
             self._resident(handle)
             del self._residents[handle]
         for join in command.joins:
-            self._residents[join.handle] = _Resident(_row_sampling(join.sampling))
+            self._residents[join.handle] = _Resident(_row_sampling(join), join.sampling.logprobs)
         for handle, pages in unpack_deltas(command.page_deltas):
             self._resident(handle).pages.extend(pages)
 
-    def run(self, step: Step, *, hidden: Tensor | None, sampled: Mapping[int, Ints]) -> Tensor:
+    def run(self, step: Step, *, hidden: Tensor | None, sampled: Mapping[int, Ints]) -> StepOutput:
         """One forward. `hidden` [tokens, hidden_size] on every stage but the first; `sampled`, step number -> its ids,
-        on the first. Returns [tokens, hidden_size] or, on the last stage, int64 [rows]: the sampled id or -1."""
+        on the first."""
         batch = self._batch(step)
         inputs = torch.from_numpy(input_ids(step, sampled)) if self._first else hidden
         assert inputs is not None
         with torch.inference_mode():
             output = self._model.forward(inputs, batch, self._pool)
-            return self._sample(step, output) if self._last else output
+            return self._sample(step, output) if self._last else StepOutput(output)
 
     def _batch(self, step: Step) -> ForwardBatch:
         rows = step.rows
@@ -97,15 +109,22 @@ class StageRunner:
             logit_rows=torch.from_numpy(wanted),
         )
 
-    def _sample(self, step: Step, logits: Tensor) -> Tensor:
+    def _sample(self, step: Step, logits: Tensor) -> StepOutput:
         rows = step.rows
         sampled = np.flatnonzero(rows[:, FLAGS] & SAMPLE)
         ids = torch.full((len(rows),), -1, dtype=torch.int64)
-        if len(sampled):
-            params = [self._residents[handle].sampling for handle in rows[sampled, HANDLE].tolist()]
-            positions = (rows[sampled, START] + rows[sampled, COUNT]).tolist()
-            ids[torch.from_numpy(sampled)] = sample(logits, params, positions)
-        return ids
+        if not len(sampled):
+            return StepOutput(ids)
+        residents = [self._residents[handle] for handle in rows[sampled, HANDLE].tolist()]
+        positions = (rows[sampled, START] + rows[sampled, COUNT]).tolist()
+        drawn = sample(logits, [resident.sampling for resident in residents], positions)
+        ids[torch.from_numpy(sampled)] = drawn
+        wanted = {row: r.logprobs for row, r in enumerate(residents) if r.logprobs is not None}
+        if not wanted:
+            return StepOutput(ids)
+        at = list(wanted)
+        told = log_probabilities(logits[at], drawn[at].tolist(), list(wanted.values()))
+        return StepOutput(ids, {int(sampled[r]): TokenLogprobs(*t) for r, t in zip(at, told, strict=True)})
 
     def _resident(self, handle: int) -> _Resident:
         resident = self._residents.get(handle)
@@ -126,5 +145,14 @@ def input_ids(step: Step, sampled: Mapping[int, Ints]) -> Ints:
     return ids
 
 
-def _row_sampling(params: SamplingParams) -> RowSampling:
-    return RowSampling(params.temperature, params.top_k, params.top_p, params.seed)
+def _row_sampling(join: Join) -> RowSampling:
+    params = join.sampling
+    return RowSampling(
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.seed,
+        params.min_p,
+        banned=params.ending_ids,
+        banned_before=join.prompt_tokens + params.min_tokens if params.min_tokens else 0,
+    )

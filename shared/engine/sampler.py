@@ -1,6 +1,6 @@
 """From logits to token ids.
 
-logits -> / temperature -> floors (top-k, then top-p of what is left) -> Gumbel-max over the tokens at or above
+logits -> banned tokens out -> / temperature -> floors (top-k, top-p of what is left, min-p) -> Gumbel-max of the rest
 
 Each filter is a floor: the lowest scaled logit that it lets through, so tokens of equal logit stay or go together and
 the highest floor decides. The draw adds noise to each token that is left and takes the highest sum, which is a sample
@@ -26,17 +26,22 @@ NOISE_SPAN: Final = 27.0  # more than the noise of two tokens can differ by: 32 
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How one row is sampled. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1.0 switch the filter off."""
+    """How one row is sampled. `temperature` 0 is greedy; `top_k` 0, `top_p` 1.0 and `min_p` 0.0 switch the filter off.
+    At positions below `banned_before` the tokens `banned` are never drawn."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    banned: tuple[int, ...] = ()
+    banned_before: int = 0
 
 
 def sample(logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int]) -> Tensor:
     """One token id a row, int64 [R]. `logits`: float [R, vocab]; `positions`: the place of the drawn token in its
     sequence. Of equal logits the lowest id is the greedy one."""
+    logits = ban(logits, rows, positions)
     greedy = logits.argmax(dim=-1)
     drawn = [row for row, sampling in enumerate(rows) if sampling.temperature > 0]
     if not drawn:
@@ -46,6 +51,20 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int]
     scaled = scale(logits.index_select(0, index), chosen)
     keys = [noise_key(row.seed, positions[place]) for place, row in zip(drawn, chosen, strict=True)]
     return greedy.index_copy_(0, index, draw(scaled, floors(scaled, chosen), keys))
+
+
+def ban(logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int]) -> Tensor:
+    """The logits [R, vocab] with what a row must not draw yet at -inf; the same tensor if there is nothing."""
+    places = [
+        (place, token_id)
+        for place, (row, position) in enumerate(zip(rows, positions, strict=True))
+        if position < row.banned_before
+        for token_id in row.banned
+    ]
+    if not places:
+        return logits
+    index = torch.tensor(places, device=logits.device)
+    return logits.clone().index_put_((index[:, 0], index[:, 1]), torch.tensor(float("-inf"), dtype=logits.dtype))
 
 
 def scale(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
@@ -66,6 +85,9 @@ def floors(scaled: Tensor, rows: Sequence[RowSampling]) -> Tensor:
         so_far = floor.index_select(0, index)
         top_p_floor = _top_p_floor(scaled.index_select(0, index), so_far, [rows[place].top_p for place in limited])
         floor.index_copy_(0, index, torch.maximum(so_far, top_p_floor))
+    if any(row.min_p > 0 for row in rows):
+        ratios = torch.tensor([row.min_p for row in rows], dtype=scaled.dtype)
+        floor = torch.maximum(floor, ratios.log().to(scaled.device))  # each row's highest is at 0
     return floor.clamp_(min=-NOISE_SPAN)  # lower tokens could never win the draw: no filter, only speed
 
 
@@ -132,3 +154,15 @@ def _floor_of_sorted(ranked: Tensor, sums: Tensor, wanted: Tensor) -> Tensor:
     """The first of `ranked` [R, n] where the `sums` reach `wanted` [R]; the last where rounding keeps them below."""
     place = (sums < wanted[:, None]).sum(dim=-1).clamp_(max=ranked.shape[1] - 1)
     return ranked.gather(1, place[:, None])[:, 0]
+
+
+def log_probabilities(
+    logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]
+) -> list[tuple[float, tuple[int, ...], tuple[float, ...]]]:
+    """For each row of `logits` [R, vocab]: the log probability of its token, and the ids and log probabilities of its
+    `counts[row]` likeliest tokens. Of the model's own distribution: before temperature and filters."""
+    exact = logits.double().log_softmax(dim=-1)
+    own = exact.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
+    best = exact.topk(max(1, *counts), dim=-1)
+    ids, values = best.indices.tolist(), best.values.tolist()
+    return [(own[row], tuple(ids[row][:count]), tuple(values[row][:count])) for row, count in enumerate(counts)]

@@ -69,16 +69,18 @@ class Command(_message.Message):
     def __init__(self, number: _Optional[int] = ..., drops: _Optional[bytes] = ..., page_deltas: _Optional[bytes] = ..., cancels: _Optional[bytes] = ..., joins: _Optional[_Iterable[_Union[Join, _Mapping]]] = ..., step: _Optional[_Union[Step, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("handle", "request", "sampling", "send")
+    __slots__ = ("handle", "request", "sampling", "send", "prompt_tokens")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SEND_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request: _instance_pb2.RequestRef
     sampling: _instance_pb2.Sampling
     send: SendPlan
-    def __init__(self, handle: _Optional[int] = ..., request: _Optional[_Union[_instance_pb2.RequestRef, _Mapping]] = ..., sampling: _Optional[_Union[_instance_pb2.Sampling, _Mapping]] = ..., send: _Optional[_Union[SendPlan, _Mapping]] = ...) -> None: ...
+    prompt_tokens: int
+    def __init__(self, handle: _Optional[int] = ..., request: _Optional[_Union[_instance_pb2.RequestRef, _Mapping]] = ..., sampling: _Optional[_Union[_instance_pb2.Sampling, _Mapping]] = ..., send: _Optional[_Union[SendPlan, _Mapping]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class SendPlan(_message.Message):
     __slots__ = ("ticket_id", "prompt_tokens", "pages", "targets")
@@ -119,12 +121,21 @@ class Applied(_message.Message):
     def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step", "token_ids")
+    __slots__ = ("step", "token_ids", "logprobs")
+    class LogprobsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: _instance_pb2.TokenLogprobs
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[_Union[_instance_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     step: int
     token_ids: bytes
-    def __init__(self, step: _Optional[int] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+    logprobs: _containers.MessageMap[int, _instance_pb2.TokenLogprobs]
+    def __init__(self, step: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Mapping[int, _instance_pb2.TokenLogprobs]] = ...) -> None: ...
 
 class Settled(_message.Message):
     __slots__ = ("ticket_id", "pp_rank", "error")

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from stagemesh.shared.core.commands import COUNT, HANDLE, START, Command, Ints, Step
-from stagemesh.shared.engine.runner import StageRunner
+from stagemesh.shared.core.commands import COUNT, HANDLE, START, Command, Ints, RowLogprobs, Step
+from stagemesh.shared.engine.runner import StageRunner, StepOutput
 from stagemesh.shared.errors import ProtocolViolation
 from stagemesh.shared.link.ring import RingReceiver, RingSender
 from stagemesh.shared.obs.trace import Tracer
@@ -29,7 +29,7 @@ class Onwards(Protocol):
 
     def data_ready(self, step: int, num_tokens: int) -> None: ...
 
-    def result(self, step: int, token_ids: Ints) -> None: ...
+    def result(self, step: int, token_ids: Ints, logprobs: RowLogprobs) -> None: ...
 
     def applied(self, number: int) -> None: ...
 
@@ -122,7 +122,7 @@ class StageExecutor:
         self.steps_done += 1
         self._after(command)
         if self._sender is None:
-            self._onwards.result(step.number, output.numpy())
+            self._onwards.result(step.number, output.tensor.numpy(), output.logprobs)
         else:
             self._spawn(self._transmit(self._sender, step))
 
@@ -139,12 +139,12 @@ class StageExecutor:
         self._news.clear()
         await self._news.wait()
 
-    def _execute(self, command: Command, step: Step, hidden: Tensor | None) -> Tensor:
+    def _execute(self, command: Command, step: Step, hidden: Tensor | None) -> StepOutput:
         """On the worker thread."""
         self._runner.apply(command)
         output = self._runner.run(step, hidden=hidden, sampled=self._sampled)
         if self._sender is not None:
-            self._sender.stage(step.number, output)
+            self._sender.stage(step.number, output.tensor)
         return output
 
     async def _transmit(self, sender: RingSender, step: Step) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stagemesh.shared.core.commands import Command, Ints
+from stagemesh.shared.core.commands import Command, Ints, RowLogprobs
 from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.errors import ProtocolViolation
@@ -53,7 +53,7 @@ class Head(ABC):
     # -- what the ring brings --
 
     @abstractmethod
-    def on_result(self, step: int, token_ids: Ints) -> None: ...
+    def on_result(self, step: int, token_ids: Ints, logprobs: RowLogprobs) -> None: ...
 
     @abstractmethod
     def on_applied(self, number: int) -> None: ...

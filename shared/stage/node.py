@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stagemesh.shared.core.commands import Command, Ints
+from stagemesh.shared.core.commands import Command, Ints, RowLogprobs
 from stagemesh.shared.engine.runner import StageRunner
 from stagemesh.shared.errors import ProtocolViolation
 from stagemesh.shared.runtime.tasks import Tasks
@@ -60,8 +60,8 @@ class StageNode:
         else:
             self.head.on_applied(number)
 
-    def on_result(self, step: int, token_ids: Ints) -> None:
-        self._require_head("result").on_result(step, token_ids)
+    def on_result(self, step: int, token_ids: Ints, logprobs: RowLogprobs) -> None:
+        self._require_head("result").on_result(step, token_ids, logprobs)
 
     def on_settled(self, ticket_id: str, pp_rank: int) -> None:
         self.settled(ticket_id, pp_rank)

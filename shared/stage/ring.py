@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from stagemesh.shared.codec.arrays import to_array, to_bytes
-from stagemesh.shared.codec.commands import command_from_pb, command_to_pb
-from stagemesh.shared.core.commands import Command, Ints
+from stagemesh.shared.codec.commands import command_from_pb, command_to_pb, logprobs_from_pb, logprobs_to_pb
+from stagemesh.shared.core.commands import Command, Ints, RowLogprobs
 from stagemesh.shared.errors import Exhausted, PeerLost, ProtocolViolation, StagemeshError
 from stagemesh.shared.pb import stage_pb2
 from stagemesh.shared.rpc.client import Client
@@ -34,7 +34,7 @@ class RingListener(Protocol):
 
     def on_applied(self, number: int) -> None: ...
 
-    def on_result(self, step: int, token_ids: Ints) -> None: ...
+    def on_result(self, step: int, token_ids: Ints, logprobs: RowLogprobs) -> None: ...
 
     def on_settled(self, ticket_id: str, pp_rank: int) -> None: ...
 
@@ -49,7 +49,8 @@ def deliver(message: stage_pb2.RingMessage, listener: RingListener) -> None:
         case "applied":
             listener.on_applied(message.applied.number)
         case "result":
-            listener.on_result(message.result.step, to_array(message.result.token_ids))
+            logprobs = {row: logprobs_from_pb(said) for row, said in message.result.logprobs.items()}
+            listener.on_result(message.result.step, to_array(message.result.token_ids), logprobs)
         case "settled":
             listener.on_settled(message.settled.ticket_id, message.settled.pp_rank)
         case kind:
@@ -73,8 +74,10 @@ class RingOut:
     def applied(self, number: int) -> None:
         self.forward(stage_pb2.RingMessage(applied=stage_pb2.Applied(number=number)))
 
-    def result(self, step: int, token_ids: Ints) -> None:
-        self.forward(stage_pb2.RingMessage(result=stage_pb2.StepResult(step=step, token_ids=to_bytes(token_ids))))
+    def result(self, step: int, token_ids: Ints, logprobs: RowLogprobs) -> None:
+        told = {row: logprobs_to_pb(said) for row, said in logprobs.items()}
+        result = stage_pb2.StepResult(step=step, token_ids=to_bytes(token_ids), logprobs=told)
+        self.forward(stage_pb2.RingMessage(result=result))
 
     def settled(self, ticket_id: str, pp_rank: int) -> None:
         self.forward(stage_pb2.RingMessage(settled=stage_pb2.Settled(ticket_id=ticket_id, pp_rank=pp_rank)))

@@ -20,6 +20,7 @@ from stagemesh.shared.core.commands import (
     SOURCE_STEP,
     START,
     Command,
+    Join,
     Step,
     unpack_deltas,
 )
@@ -238,7 +239,8 @@ class DecodeSim:
         for join in command.joins:
             request = self.by_ref[join.request]
             assert request.committed
-            assert (join.sampling, join.send) == (request.sampling, None)
+            assert join == Join(join.handle, request.ref, request.sampling, None, request.prompt_tokens)
+            assert join.handle not in self.joined
             self.joined.add(join.handle)
             self.by_handle[join.handle] = request
         if command.step is not None:

@@ -45,7 +45,7 @@ class RunningMesh:
 
     def wait_ready(self) -> None:
         assert self._said.wait(START_LIMIT_S), self.said
-        assert self.process.poll() is None, self.said
+        assert self._ready_file.exists(), self.said
         self.record: dict[str, Any] = json.loads(self._ready_file.read_text())
 
     @property

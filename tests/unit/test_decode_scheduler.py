@@ -34,12 +34,14 @@ class DecodeMachine(RuleBasedStateMachine):
     sim: DecodeSim
 
     @initialize(
-        num_stages=st.integers(1, 3), num_pages=st.integers(5, 16), max_running=st.integers(1, 6), ahead=st.booleans()
+        num_stages=st.integers(1, 3),
+        num_pages=st.integers(5, 16),
+        max_running=st.integers(1, 6),
+        run_ahead=st.integers(0, 3),
+        extra_depth=st.integers(0, 1),
     )
-    def build(self, num_stages: int, num_pages: int, max_running: int, ahead: bool) -> None:
-        self.sim = DecodeSim(
-            num_stages=num_stages, num_pages=num_pages, max_running=max_running, run_ahead=1, extra_depth=int(ahead)
-        )
+    def build(self, **sizes: int) -> None:
+        self.sim = DecodeSim(**sizes)
 
     @rule(prompt_tokens=st.integers(1, 12), sampling=SAMPLINGS, far=st.integers(0, 3))
     def arrive(self, prompt_tokens: int, sampling: SamplingParams, far: int) -> None:
@@ -312,6 +314,16 @@ def test_pages_of_a_failed_ticket_wait_for_the_proof() -> None:
     assert (request.end, sim.scheduler.held["pages_quarantined"]) == (SequenceEnd.FAILED, 2)
     sim.close_ticket(request, quiesced=True)
     assert (sim.scheduler.held["pages_quarantined"], sim.scheduler.load.pages_free) == (0, 4)
+    finish(sim)
+
+
+def test_pages_in_quarantine_are_promised_to_nobody() -> None:
+    sim = DecodeSim(num_stages=1, num_pages=4)
+    failed = reserved(sim, prompt_tokens=8, max_tokens=2)
+    sim.fill(failed)
+    sim.close_ticket(failed, quiesced=False)
+    small, large = (reserved(sim, prompt_tokens=prompt, max_tokens=8) for prompt in (1, 4))
+    assert (len(small.pages), large.pages) == (1, ())
     finish(sim)
 
 

@@ -13,7 +13,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stagemesh.shared.core.commands import EMPTY, FROM_STEP, HANDLE, SAMPLE, Command, Ints, Join
+from stagemesh.shared.core.commands import (
+    EMPTY,
+    FROM_STEP,
+    HANDLE,
+    NO_LOGPROBS,
+    SAMPLE,
+    Command,
+    Ints,
+    Join,
+    RowLogprobs,
+    TokenLogprobs,
+)
 from stagemesh.shared.core.directory import InstanceLoad
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
@@ -160,14 +171,15 @@ class DecodeScheduler:
         self._end(sequence, SequenceEvent.ABORT)
         return unused
 
-    def result(self, step_number: int, token_ids: Ints) -> None:
+    def result(self, step_number: int, token_ids: Ints, logprobs: RowLogprobs = NO_LOGPROBS) -> None:
         """The tokens of a step, one a row."""
         step = self.issuer.take_result(step_number)
-        for handle, token_id in zip(step.rows[:, HANDLE].tolist(), token_ids.tolist(), strict=True):
+        handles = step.rows[:, HANDLE].tolist()
+        for row, (handle, token_id) in enumerate(zip(handles, token_ids.tolist(), strict=True)):
             sequence = self._by_handle[handle]
             sequence.in_flight -= 1
             if not sequence.over:
-                self._receive(sequence, token_id)
+                self._receive(sequence, token_id, logprobs.get(row))
             elif not sequence.in_flight:
                 self._forget(sequence)  # the row that it wasted was its last
 
@@ -256,16 +268,17 @@ class DecodeScheduler:
         if not sequence.committed or sequence.first_token is None or sequence.over:
             return
         sequence.move(SequenceEvent.START)
-        self.issuer.join(Join(sequence.handle, sequence.request, sequence.sampling))
+        self.issuer.join(Join(sequence.handle, sequence.request, sequence.sampling, None, sequence.prompt_tokens))
         self.issuer.add_pages(sequence.handle, sequence.pages)
         self.microbatches.join(sequence.handle)
         if end_after(sequence.sampling, sequence.first_token, 1) is not None:
             self._end(sequence, SequenceEvent.FINISH)
 
-    def _receive(self, sequence: DecodeSequence, token_id: int) -> None:
+    def _receive(self, sequence: DecodeSequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         sequence.received += 1
         end = end_after(sequence.sampling, token_id, sequence.received)
-        self._actions.outputs.append(SequenceOutput(sequence.request, (token_id,), end))
+        told = () if logprobs is None else (logprobs,)
+        self._actions.outputs.append(SequenceOutput(sequence.request, (token_id,), end, logprobs=told))
         if end is not None:
             self._end(sequence, SequenceEvent.FINISH)
 

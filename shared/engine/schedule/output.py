@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from stagemesh.shared.core.commands import TokenLogprobs
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 
@@ -26,10 +27,11 @@ class SequenceOutput:
     token_ids: tuple[int, ...] = ()
     end: SequenceEnd | None = None
     error: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if asked for
 
 
 def end_after(sampling: SamplingParams, token_id: int, count: int) -> SequenceEnd | None:
     """Whether the sequence is over once `token_id`, its `count`th new token, is known."""
-    if sampling.ends(token_id):
+    if sampling.ends(token_id, count):
         return SequenceEnd.STOP
     return SequenceEnd.LENGTH if count >= sampling.max_tokens else None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stagemesh.shared.core.commands import HANDLE, SAMPLE, Command, Ints, Join, SendPlan
+from stagemesh.shared.core.commands import HANDLE, NO_LOGPROBS, SAMPLE, Command, Ints, Join, RowLogprobs, SendPlan
 from stagemesh.shared.core.directory import InstanceLoad, StageInfo
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
@@ -161,15 +161,16 @@ class PrefillScheduler:
                 self._actions.fail.append(FailedTicket(sequence.ticket_id, quiescent=not sequence.unsettled))
             self._give_up(sequence)
 
-    def result(self, step_number: int, token_ids: Ints) -> None:
+    def result(self, step_number: int, token_ids: Ints, logprobs: RowLogprobs = NO_LOGPROBS) -> None:
         """A chunk is through all stages. Sampled rows are the ends of prompts."""
         step = self.issuer.take_result(step_number)
-        for row, token_id in zip(step.rows.tolist(), token_ids.tolist(), strict=True):
+        for at, (row, token_id) in enumerate(zip(step.rows.tolist(), token_ids.tolist(), strict=True)):
             sequence = self._by_handle[row[HANDLE]]
             sequence.in_flight -= 1
             if not sequence.over and token_id >= 0:
                 end = end_after(sequence.sampling, token_id, 1)
-                self._output(sequence.request, (token_id,), end)
+                told = (logprobs[at],) if at in logprobs else ()
+                self._actions.outputs.append(SequenceOutput(sequence.request, (token_id,), end, logprobs=told))
                 sequence.move(SequenceEvent.FINISH)
             self._forget_if_done(sequence)
 
@@ -221,7 +222,9 @@ class PrefillScheduler:
             return False
         sequence.pages = pages
         sequence.move(SequenceEvent.START)
-        self.issuer.join(Join(sequence.handle, sequence.request, sequence.sampling, sequence.send))
+        self.issuer.join(
+            Join(sequence.handle, sequence.request, sequence.sampling, sequence.send, len(sequence.tokens))
+        )
         self.issuer.add_pages(sequence.handle, pages)
         if sequence.send is not None:
             sequence.unsettled = set(range(self._pp_size))

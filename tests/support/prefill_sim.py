@@ -1,0 +1,358 @@
+"""A prefill instance without torch, broker or router: a scheduler, its stages, and what each of them sends.
+
+Events come one at a time, in whatever order the test likes; everything that must hold is checked after each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stagemesh.shared.core.commands import (
+    COUNT,
+    FLAGS,
+    HANDLE,
+    ROW_WIDTH,
+    SAMPLE,
+    SOURCE_ROW,
+    SOURCE_STEP,
+    START,
+    Command,
+    Join,
+    SendPlan,
+    Step,
+)
+from stagemesh.shared.core.directory import RegionKey, StageInfo
+from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.core.layers import LayerRange
+from stagemesh.shared.core.sampling import SamplingParams
+from stagemesh.shared.engine.pages import pages_for
+from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput, end_after
+from stagemesh.shared.engine.schedule.prefill import FailedTicket, PrefillActions, PrefillScheduler
+from tests.support.sim_stages import SimPipeline, kv_at, token_at
+
+TARGETS = (StageInfo(0, LayerRange(0, 1), "there", RegionKey("there", 0, 1)),)
+
+
+@dataclass(slots=True, eq=False)
+class SimPrompt:
+    """A prompt, its ticket, and what has become of both. Without a ticket its KV goes nowhere."""
+
+    ref: RequestRef
+    ticket_id: str
+    num_tokens: int
+    sampling: SamplingParams
+    group: str
+    asks: int = 0  # for pages, unanswered
+    plan: SendPlan | None = None
+    announced: bool = False
+    filled: bool = False
+    handle: int | None = None  # once it has joined the stages
+    issued: int = 0
+    unsettled: set[int] = field(default_factory=set)  # ranks that the head has not heard to have settled
+    dropped: bool = False
+    sampled: bool = False  # the head has its first token
+    gone: bool = False  # aborted, failed or never taken
+    failed: bool = False  # its ticket is
+    aborted: bool = False
+    silent: bool = False  # nothing more may be said about it
+    outputs: list[SequenceOutput] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        return self.gone or self.sampled
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """What one stage has to send of one prompt."""
+
+    prompt: SimPrompt
+    unwritten: list[int] = field(default_factory=list)  # pages of the prompt that are complete and not yet sent
+    num_complete: int = 0
+    over: bool = False  # whole or cancelled: it settles once nothing is in flight
+
+
+class PrefillSim:
+    """`prompts` by number. A method is one event; it returns when everything that must hold still does."""
+
+    def __init__(
+        self,
+        *,
+        num_stages: int,
+        num_pages: int,
+        page_size: int = 4,
+        chunk_size: int = 8,
+        max_sequences: int = 4,
+        reserve_ahead: int = 2,
+        run_ahead: int = 1,
+    ) -> None:
+        self.page_size, self.chunk_size, self.max_sequences = page_size, chunk_size, max_sequences
+        self.max_steps = num_stages + run_ahead
+        self.scheduler = PrefillScheduler(
+            num_pages=num_pages,
+            page_size=page_size,
+            pp_size=num_stages,
+            chunk_size=chunk_size,
+            max_sequences=max_sequences,
+            reserve_ahead=reserve_ahead,
+            run_ahead=run_ahead,
+        )
+        self.pipeline = SimPipeline(num_stages, num_pages, page_size)
+        self.sending: list[dict[int, Outgoing]] = [{} for _ in range(num_stages)]  # by handle
+        self.settled: list[tuple[str, int]] = []  # on the way to the head
+        self.prompts: list[SimPrompt] = []
+        self.by_ref: dict[RequestRef, SimPrompt] = {}
+        self.by_ticket: dict[str, SimPrompt] = {}
+        self.by_handle: dict[int, SimPrompt] = {}
+        self.fills: list[SimPrompt] = []  # announcements that are unanswered
+        self.expected_fails: list[FailedTicket] = []
+        self.last_command = self.last_step = self.progress = 0
+        self.chunks: list[Step] = []
+
+    # -- what routers and the broker do --
+
+    def submit(
+        self, num_tokens: int, sampling: SamplingParams | None = None, *, ticket: bool = True, group: str = "d"
+    ) -> SimPrompt:
+        number = len(self.prompts)
+        ticket_id = f"t{number}" if ticket else ""
+        sampling = sampling or SamplingParams(max_tokens=4 if ticket else 1)
+        prompt = SimPrompt(RequestRef(f"r{number}", number % 2), ticket_id, num_tokens, sampling, group)
+        prompt.gone = not 0 < num_tokens <= self.scheduler.pages.num_pages * self.page_size
+        self.prompts.append(prompt)
+        self.by_ref[prompt.ref] = self.by_ticket[ticket_id] = prompt  # those without a ticket share the empty id
+        tokens = np.array([token_at(prompt.ref, position) for position in range(num_tokens)], dtype=np.int64)
+        self.scheduler.submit(prompt.ref, sampling, tokens, ticket_id, group)
+        self.check()
+        return prompt
+
+    def reserved(self, prompt: SimPrompt) -> None:
+        prompt.asks -= 1
+        pages = tuple(range(100, 100 + pages_for(prompt.num_tokens, self.page_size)))
+        if not prompt.over:
+            prompt.plan = SendPlan(prompt.ticket_id, prompt.num_tokens, pages, TARGETS)
+        self.scheduler.reserved(prompt.ticket_id, pages, TARGETS)
+        self.check()
+
+    def no_pages(self, prompt: SimPrompt) -> None:
+        prompt.asks -= 1
+        self.scheduler.ask_again(prompt.ticket_id)
+        self.check()
+
+    def filled(self, prompt: SimPrompt) -> None:
+        self.fills.remove(prompt)
+        prompt.filled = True
+        self.scheduler.filled(prompt.ticket_id)
+        self.check()
+
+    def ticket_failed(self, prompt: SimPrompt) -> None:
+        """The broker says so, in whatever state. The answer is a promise about writes."""
+        quiescent = self.scheduler.ticket_failed(prompt.ticket_id, "told to")
+        assert quiescent == (not prompt.unsettled)
+        prompt.failed = True
+        prompt.gone |= not prompt.over
+        self.check()
+
+    def abort(self, prompt: SimPrompt) -> None:
+        if prompt.ticket_id and (not prompt.over or (prompt.unsettled and not prompt.gone)):
+            self.expected_fails.append(FailedTicket(prompt.ticket_id, quiescent=not prompt.unsettled))
+        self.scheduler.abort(prompt.ref)
+        prompt.gone |= not prompt.over
+        prompt.aborted = True
+        self.check()
+
+    # -- what the stages do --
+
+    def move(self, rank: int) -> None:
+        command = self.pipeline.move(rank)
+        if command is None:
+            return
+        stage, sending = self.pipeline.stages[rank], self.sending[rank]
+        for join in command.joins:
+            if join.send is not None:
+                sending[join.handle] = Outgoing(self.by_handle[join.handle])
+        rows = [] if command.step is None else command.step.rows.tolist()
+        for row in rows:
+            if row[HANDLE] in sending and not sending[row[HANDLE]].over:
+                self._progressed(sending[row[HANDLE]], row[START] + row[COUNT])
+        for handle in command.cancels:
+            if handle in sending:
+                sending[handle].over, sending[handle].unwritten = True, []
+        assert sending.keys() <= stage.residents.keys()
+
+    def _progressed(self, outgoing: Outgoing, tokens_done: int) -> None:
+        outgoing.over = tokens_done == outgoing.prompt.num_tokens
+        whole = pages_for(tokens_done, self.page_size) if outgoing.over else tokens_done // self.page_size
+        outgoing.unwritten += range(outgoing.num_complete, whole)
+        outgoing.num_complete = whole
+
+    def write(self, rank: int, handle: int) -> None:
+        """One page leaves: it must still hold what was computed."""
+        outgoing, stage = self.sending[rank][handle], self.pipeline.stages[rank]
+        index = outgoing.unwritten.pop(0)
+        resident = stage.residents[handle]
+        last = min((index + 1) * self.page_size, outgoing.prompt.num_tokens)
+        for position in range(index * self.page_size, last):
+            assert stage.pool[stage.slot(resident, position)] == kv_at(outgoing.prompt.ref, position)
+
+    def settle(self, rank: int, handle: int) -> None:
+        outgoing = self.sending[rank].pop(handle)
+        assert outgoing.over
+        assert not outgoing.unwritten
+        self.settled.append((outgoing.prompt.ticket_id, rank))
+
+    # -- what the head does --
+
+    def deliver(self) -> None:
+        number, ids = self.pipeline.inbox.popleft()
+        if ids is None:
+            self.scheduler.applied(number)
+        else:
+            for row, token in zip(self.chunks[number - 1].rows.tolist(), ids, strict=True):
+                prompt = self.by_handle[row[HANDLE]]
+                assert (token >= 0) == (row[START] + row[COUNT] == prompt.num_tokens)
+                prompt.sampled |= token >= 0 and not prompt.gone
+            self.scheduler.result(number, np.array(ids, dtype=np.int64))
+        self.check()
+
+    def deliver_settled(self, pick: int) -> None:
+        ticket_id, rank = self.settled.pop(pick % len(self.settled))
+        self.by_ticket[ticket_id].unsettled.remove(rank)
+        self.scheduler.settled(ticket_id, rank)
+        self.check()
+
+    def poll(self) -> PrefillActions:
+        actions = self.scheduler.poll()
+        for command in actions.commands:
+            self._check_command(command)
+            self.pipeline.issue(command)
+        for output in actions.outputs:
+            self._take(output)
+        for ticket_id in actions.reserve:
+            self._asked(self.by_ticket[ticket_id])
+        for ticket_id in actions.fill:
+            self._announced(self.by_ticket[ticket_id])
+        assert actions.fail == self.expected_fails
+        self.expected_fails = []
+        for prompt in self.prompts:
+            prompt.silent |= prompt.aborted
+        self.progress += bool(actions.commands or actions.reserve or actions.fill)
+        self.scheduler.check_integrity()
+        return actions
+
+    def crank(self, rounds: int = 1) -> None:
+        """Every stage moves, all steps' results are delivered, the head polls."""
+        for _ in range(rounds):
+            for rank in self.pipeline.movable():
+                self.move(rank)
+            while self.pipeline.inbox:
+                self.deliver()
+            self.poll()
+
+    def run_dry(self) -> None:
+        """Until nothing is under way that could go on by itself."""
+        self.poll()
+        while not self.pipeline.quiet:
+            assert self.pipeline.inbox or self.pipeline.movable(), "the stages wait for inputs that never come"
+            self.crank()
+
+    # -- what must hold --
+
+    def check(self) -> None:
+        self.progress += 1
+        self.scheduler.check_integrity()
+
+    def _check_command(self, command: Command) -> None:
+        self.last_command += 1
+        assert command.number == self.last_command
+        for handle in command.drops:
+            prompt = self.by_handle[handle]
+            assert prompt.over
+            assert not prompt.dropped
+            assert not prompt.unsettled
+            assert not self._in_flight(handle)
+            prompt.dropped = True
+        for handle in command.cancels:
+            assert self.by_handle[handle].unsettled
+        for join in command.joins:
+            self._check_join(join)
+        if command.step is not None:
+            self._check_step(command.step)
+
+    def _check_join(self, join: Join) -> None:
+        prompt = self.by_ref[join.request]
+        assert prompt.handle is None
+        assert not prompt.gone
+        assert join == Join(join.handle, prompt.ref, prompt.sampling, prompt.plan, prompt.num_tokens)
+        assert (join.send is not None) == bool(prompt.ticket_id)
+        assert prompt.filled or not prompt.ticket_id
+        prompt.handle = join.handle
+        prompt.unsettled = set(range(len(self.pipeline.stages))) if join.send else set()
+        self.by_handle[join.handle] = prompt
+        held = [p for p in self.prompts if p.handle is not None and not p.dropped]
+        assert len(held) <= self.max_sequences
+
+    def _check_step(self, step: Step) -> None:
+        self.last_step += 1
+        self.chunks.append(step)
+        assert step.number == self.last_step
+        assert step.rows.shape == (len(step.rows), ROW_WIDTH)
+        assert 0 < step.num_tokens <= self.chunk_size
+        assert len(step.tokens) == step.num_tokens
+        assert len(set(step.rows[:, HANDLE].tolist())) == len(step.rows)
+        assert len(self.scheduler.issuer.outstanding) <= self.max_steps
+        for row in step.rows.tolist():
+            prompt = self.by_handle[row[HANDLE]]
+            assert not prompt.over
+            assert row[START] == prompt.issued
+            assert row[COUNT] > 0
+            prompt.issued += row[COUNT]
+            assert row[FLAGS] == (SAMPLE if prompt.issued == prompt.num_tokens else 0)
+            assert (row[SOURCE_STEP], row[SOURCE_ROW]) == (0, 0)
+
+    def _in_flight(self, handle: int) -> int:
+        outstanding = self.scheduler.issuer.outstanding.values()
+        return sum(handle in step.rows[:, HANDLE].tolist() for step in outstanding)
+
+    def _take(self, output: SequenceOutput) -> None:
+        prompt = self.by_ref[output.request]
+        assert not prompt.outputs
+        assert not prompt.silent
+        prompt.outputs.append(output)
+        if output.token_ids:
+            assert prompt.sampled
+            token = token_at(prompt.ref, prompt.num_tokens)
+            assert output == SequenceOutput(prompt.ref, (token,), end_after(prompt.sampling, token, 1))
+        elif output.end is SequenceEnd.FAILED:
+            assert (prompt.failed, output.error) == (True, "told to")
+        else:
+            assert output.end is SequenceEnd.REJECTED
+            assert output.error.startswith("prompt: ")
+
+    def _asked(self, prompt: SimPrompt) -> None:
+        assert not prompt.over
+        assert not prompt.asks
+        assert prompt.plan is None
+        prompt.asks += 1
+
+    def _announced(self, prompt: SimPrompt) -> None:
+        assert not prompt.over
+        assert prompt.plan is not None
+        assert not prompt.announced
+        prompt.announced = True
+        self.fills.append(prompt)
+
+    def check_all_is_back(self) -> None:
+        """Nothing is under way any more: nothing is held, and everybody got what they were to get."""
+        assert not any(self.scheduler.held.values()), self.scheduler.held
+        assert self.scheduler.load.pages_free == self.scheduler.pages.num_pages
+        assert self.pipeline.quiet
+        assert not any(self.sending)
+        for stage in self.pipeline.stages:
+            assert not stage.residents
+            assert not stage.owner
+        for prompt in self.prompts:
+            assert prompt.gone or (prompt.issued, len(prompt.outputs)) == (prompt.num_tokens, 1)
+            assert not prompt.aborted or len(prompt.outputs) <= 1
