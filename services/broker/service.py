@@ -9,10 +9,13 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
+from stagemesh.services.broker.describe import ReportTimes, describe_instance, describe_ticket
 from stagemesh.services.broker.directory import Directory
 from stagemesh.services.broker.heads import Heads
 from stagemesh.services.broker.tickets import Action, Close, Commit, TicketBook, WriterOutcome, spans_of
@@ -22,9 +25,13 @@ from stagemesh.shared.codec.mesh import instance_from_pb, ref_from_pb, stage_to_
 from stagemesh.shared.config import Config
 from stagemesh.shared.core.directory import InstanceInfo, Role, mismatch
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
+from stagemesh.shared.engine.schedule.stats import waits
 from stagemesh.shared.errors import Bug, Cancelled, PeerLost, ProtocolViolation, Rejected, Retryable, StagemeshError
 from stagemesh.shared.fsm.ticket import TicketState
+from stagemesh.shared.obs import metrics
+from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log, choose_form, configure
+from stagemesh.shared.obs.metrics import Identity, Sample, by_label
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.pb import broker_pb2
 from stagemesh.shared.rpc.broker import BROKER, RESERVE_TIMEOUT_S
@@ -33,6 +40,7 @@ from stagemesh.shared.rpc.server import Server
 from stagemesh.shared.runtime.backoff import retry
 from stagemesh.shared.runtime.loop import LagSampler
 from stagemesh.shared.runtime.loop import run as run_loop
+from stagemesh.shared.runtime.monitor import Monitor
 from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.service import Child, run_service
 from stagemesh.shared.runtime.tasks import Tasks
@@ -43,12 +51,16 @@ LOST_AFTER_S = 2.0
 class BrokerService:
     """A `Service`, and the Broker service of the wire."""
 
-    def __init__(self, config: Config, log: Log) -> None:
-        self._config, self._log = config, log
+    def __init__(self, config: Config, notifier: Notifier, log: Log) -> None:
+        self._config, self._notifier, self._log = config, notifier, log
         self._tracer, self._lag, self._tasks = Tracer("broker"), LagSampler(), Tasks()
+        self._monitor = Monitor(config.metrics, Identity("broker"), self, self._lag)
         self._directory, self._heads = Directory(), Heads()
         self._watchers = Watchers(self._directory)
         self._tickets = TicketBook(secrets.token_hex(4))
+        self._reports: dict[InstanceRef, ReportTimes] = {}
+        self._reserving: dict[str, float] = {}  # ticket -> since when its pages are being asked for
+        self._reserve_wait = waits()
         self._address: str | None = None
 
     @property
@@ -57,13 +69,15 @@ class BrokerService:
 
     async def start(self, stack: AsyncExitStack) -> list[Child]:
         stack.callback(self._tasks.close)
+        await self._monitor.start(stack, self._notifier, self._log)
         stack.push_async_callback(self._heads.close)
-        server = Server({BROKER: self, INSPECT: InspectService(self, self._tracer, self._peers)})
+        inspect = InspectService(self, self._tracer, self._peers, metrics_address=self._monitor.address)
+        server = Server({BROKER: self, INSPECT: inspect})
         self._address = await server.start(self._config.broker.listen)
         stack.push_async_callback(server.stop)
         await server.set_serving(True)
         self._log.info("broker is up", address=self._address)
-        return [self._tasks.run(), self._lag.run()]
+        return [self._tasks.run(), self._lag.run(), self._monitor.run()]
 
     async def withdraw(self) -> None:
         """Heads and routers leave first; there is nothing to refuse."""
@@ -108,6 +122,8 @@ class BrokerService:
         if known is None:
             self._heads.add(info)
             self._log.info("an instance has joined", instance_name=info.ref.name, instance_epoch=info.ref.epoch)
+        now_s = time.monotonic()
+        self._reports.setdefault(info.ref, ReportTimes(now_s, now_s)).last_s = now_s
         self._watchers.tell(change)
         for replaced in change.removed:
             self._lose(replaced)
@@ -123,6 +139,7 @@ class BrokerService:
         await self._heads.remove(ref)
 
     def _lose(self, ref: InstanceRef) -> None:
+        self._reports.pop(ref, None)
         self._carry_out(self._tickets.lose(ref))
 
     def _peers(self) -> Mapping[str, str]:
@@ -147,7 +164,12 @@ class BrokerService:
     ) -> broker_pb2.ReserveReply:
         ticket = self._tickets.get(request.ticket_id)
         remaining_s = context.time_remaining()
-        pages = await self._heads.reserve(ticket, RESERVE_TIMEOUT_S if remaining_s is None else remaining_s)
+        since_s = self._reserving[ticket.ticket_id] = time.monotonic()
+        try:
+            pages = await self._heads.reserve(ticket, RESERVE_TIMEOUT_S if remaining_s is None else remaining_s)
+        finally:
+            self._reserving.pop(ticket.ticket_id, None)
+        self._reserve_wait.record(time.monotonic() - since_s)
         if ticket.state not in (TicketState.OPENED, TicketState.RESERVED):
             raise Cancelled(f"ticket {ticket.ticket_id} is closed: {ticket.reason}")
         self._tickets.reserved(ticket)
@@ -231,6 +253,21 @@ class BrokerService:
         outcomes = {f"closed_{outcome}": count for outcome, count in self._tickets.closed_by_outcome.items()}
         return {**states, **outcomes, "instances": len(list(self._directory)), "watchers": len(self._watchers)}
 
+    def measure(self) -> Iterator[Sample]:
+        roles = Counter(info.role.value for info in self._directory)
+        yield from by_label(metrics.TICKETS, self._tickets.by_state())
+        yield from by_label(metrics.TICKETS_CLOSED, self._tickets.closed_by_outcome)
+        yield from by_label(metrics.INSTANCES, {role.value: roles[role.value] for role in Role})
+        yield Sample(metrics.WATCHERS, len(self._watchers))
+        yield Sample(metrics.RESERVE_WAIT, self._reserve_wait.snapshot())
+
+    def describe(self) -> Iterator[Entry]:
+        now_s = time.monotonic()
+        for ticket in self._tickets:
+            yield describe_ticket(ticket, self._reserving, now_s)
+        for info in self._directory:
+            yield describe_instance(info, self._reports[info.ref], now_s)
+
 
 async def _next_report(reports: AsyncIterator[broker_pb2.InstanceReport]) -> broker_pb2.InstanceReport | None:
     """None at the end of the stream, and when nothing has come for too long."""
@@ -250,5 +287,5 @@ def run(config: Config, instance: str | None = None, pp_rank: int | None = None)
     """Runs the broker until it is told to stop."""
     log = configure("broker", form=choose_form(os.environ, sys.stderr))
     notifier = Notifier.from_environ(os.environ)
-    service = BrokerService(config, log)
+    service = BrokerService(config, notifier, log)
     run_loop(run_service(service, drain_timeout_s=config.engine.drain_timeout_s, notifier=notifier))

@@ -7,7 +7,8 @@ it has nothing in flight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from stagemesh.shared.core.directory import InstanceInfo
@@ -67,17 +68,25 @@ class Ticket:
     legs: tuple[Leg, ...]
     num_writers: int
     state: TicketState = TICKET.initial
+    opened_s: float = field(default_factory=time.monotonic)  # for people, as is `since_s`
+    since_s: float = field(default_factory=time.monotonic)  # in this state
     reason: str = ""
     outcomes: dict[int, WriterOutcome] = field(default_factory=dict)
 
     def move(self, event: TicketEvent) -> None:
         self.state = TICKET.advance(f"ticket {self.ticket_id}", self.state, event)
+        self.since_s = time.monotonic()
+
+    @property
+    def writers_open(self) -> tuple[int, ...]:
+        """Writers that have not said that they have nothing in flight."""
+        said = {rank for rank, outcome in self.outcomes.items() if not outcome.in_doubt}
+        return tuple(rank for rank in range(self.num_writers) if rank not in said)
 
     @property
     def settled(self) -> bool:
         """Every writer has said that it has nothing in flight."""
-        reported = len(self.outcomes) == self.num_writers
-        return reported and not any(outcome.in_doubt for outcome in self.outcomes.values())
+        return not self.writers_open
 
     def missing(self) -> str:
         """The first leg with a page that no writer has reported, or an empty string."""
@@ -99,6 +108,9 @@ class TicketBook:
 
     def __len__(self) -> int:
         return len(self._tickets)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._tickets.values())
 
     def open(
         self, request: RequestRef, prefill: InstanceInfo, decode: InstanceInfo, prompt_tokens: int, max_tokens: int
@@ -160,7 +172,8 @@ class TicketBook:
             ticket.reason = reason
             ticket.move(TicketEvent.FAIL)
         if quiescent:
-            ticket.outcomes = {rank: WriterOutcome((), reason) for rank in range(ticket.num_writers)}
+            for rank in range(ticket.num_writers):  # a writer's own word stays, its doubt above all
+                ticket.outcomes.setdefault(rank, WriterOutcome((), reason))
         if ticket.state is TicketState.CLOSED:
             return [self._close(ticket), Close(ticket, ticket.prefill, quiesced=True)]
         told: list[Action] = [Close(ticket, leg, quiesced=False) for leg in (ticket.prefill, ticket.decode)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from stagemesh.shared.codec.arrays import to_bytes
@@ -13,10 +13,15 @@ from stagemesh.shared.core.commands import Ints, RowLogprobs
 from stagemesh.shared.core.directory import InstanceLoad
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
+from stagemesh.shared.engine.schedule.describe import describe_decode
 from stagemesh.shared.errors import Cancelled, ProtocolViolation, StagemeshError
+from stagemesh.shared.obs import metrics
+from stagemesh.shared.obs.entry import Entry
+from stagemesh.shared.obs.metrics import Sample
 from stagemesh.shared.pb import instance_pb2
 from stagemesh.shared.runtime.backoff import retry
 from stagemesh.shared.stage.head import Head, HeadContext
+from stagemesh.shared.stage.measure import measure_scheduling
 
 
 class DecodeHead(Head):
@@ -139,3 +144,18 @@ class DecodeHead(Head):
 
     def check_integrity(self) -> None:
         self._scheduler.check_integrity()
+
+    def measure(self) -> Iterator[Sample]:
+        scheduler, stats = self._scheduler, self._scheduler.stats
+        yield from measure_scheduling(scheduler.pages, scheduler.issuer, scheduler.by_state)
+        yield Sample(metrics.SESSIONS, self._sessions.num_open)
+        yield Sample(metrics.MICROBATCHES, len({step.microbatch for step in scheduler.issuer.outstanding.values()}))
+        yield Sample(metrics.RESERVE_WAIT, stats.reserve_wait.snapshot())
+        yield Sample(metrics.FIRST_STEP_WAIT, stats.first_step_wait.snapshot())
+        yield Sample(metrics.STEP_ROWS, stats.step_rows.snapshot())
+        yield Sample(metrics.DECODED_TOKENS, stats.decoded_tokens)
+        yield Sample(metrics.WASTED_ROWS, stats.wasted_rows)
+
+    def describe(self, now_s: float) -> Iterable[Entry]:
+        info = self._context.info
+        return describe_decode(self._scheduler, info.manifest.page_size, info.ref.name, now_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from stagemesh.shared.codec.arrays import to_array
@@ -11,11 +11,16 @@ from stagemesh.shared.codec.mesh import request_from_pb
 from stagemesh.shared.core.commands import Ints, RowLogprobs
 from stagemesh.shared.core.directory import InstanceLoad
 from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.engine.schedule.describe import describe_prefill
 from stagemesh.shared.engine.schedule.prefill import FailedTicket, PrefillScheduler
 from stagemesh.shared.errors import ProtocolViolation, Retryable, StagemeshError
+from stagemesh.shared.obs import metrics
+from stagemesh.shared.obs.entry import Entry
+from stagemesh.shared.obs.metrics import Sample
 from stagemesh.shared.pb import instance_pb2
 from stagemesh.shared.runtime.backoff import retry
 from stagemesh.shared.stage.head import Head, HeadContext
+from stagemesh.shared.stage.measure import measure_scheduling
 
 
 class PrefillHead(Head):
@@ -125,3 +130,14 @@ class PrefillHead(Head):
 
     def check_integrity(self) -> None:
         self._scheduler.check_integrity()
+
+    def measure(self) -> Iterator[Sample]:
+        scheduler, stats = self._scheduler, self._scheduler.stats
+        yield from measure_scheduling(scheduler.pages, scheduler.issuer, scheduler.by_state)
+        yield Sample(metrics.SESSIONS, self._sessions.num_open)
+        yield Sample(metrics.RESERVE_WAIT, stats.reserve_wait.snapshot())
+        yield Sample(metrics.PREFILL_SECONDS, stats.prefill.snapshot())
+        yield Sample(metrics.CHUNK_TOKENS, stats.chunk_tokens.snapshot())
+
+    def describe(self, now_s: float) -> Iterable[Entry]:
+        return describe_prefill(self._scheduler, self._context.info.ref.name, now_s)

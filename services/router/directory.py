@@ -13,7 +13,8 @@ from stagemesh.services.router.session import HeadSession
 from stagemesh.shared.codec.mesh import instance_from_pb, ref_from_pb
 from stagemesh.shared.core.directory import InstanceInfo
 from stagemesh.shared.core.identity import InstanceRef
-from stagemesh.shared.errors import StagemeshError
+from stagemesh.shared.errors import Retryable, StagemeshError
+from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import broker_pb2
 from stagemesh.shared.rpc.client import Client
@@ -37,10 +38,17 @@ class MeshView:
         return (info for info in self._instances.values() if self._session_up(info.ref))
 
     def session(self, ref: InstanceRef) -> HeadSession:
+        """Raises Retryable if it has gone meanwhile."""
+        if not self._session_up(ref):
+            raise Retryable(f"{ref} has just gone")
         return self._sessions[ref]
 
     def peers(self) -> dict[str, str]:
         return {f"{i.ref.name}/{s.pp_rank}": s.address for i in self._instances.values() for s in i.stages}
+
+    def describe(self, now_s: float) -> Iterator[Entry]:
+        """The sessions with heads. `now_s` is CLOCK_MONOTONIC."""
+        return (session.describe(now_s) for session in self._sessions.values())
 
     def _session_up(self, ref: InstanceRef) -> bool:
         session = self._sessions.get(ref)

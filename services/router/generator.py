@@ -11,7 +11,9 @@ from typing import Any, Final
 
 from stagemesh.services.router.answer import Answer
 from stagemesh.services.router.directory import MeshView
+from stagemesh.services.router.opening import Tickets
 from stagemesh.services.router.placement import max_request_tokens
+from stagemesh.services.router.record import RouterRecords
 from stagemesh.services.router.request import Ending, LiveRequest
 from stagemesh.services.router.stop import StopMatcher
 from stagemesh.services.router.validate import Limits, check_prompt, sampling_params
@@ -23,7 +25,6 @@ from stagemesh.shared.model.config import ModelConfig
 from stagemesh.shared.model.tokenizer import Tokenizer
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import generator_pb2
-from stagemesh.shared.rpc.broker import BrokerClient
 
 GENERATOR = generator_pb2.DESCRIPTOR.services_by_name["Generator"]
 _REASONS: Final = {
@@ -45,13 +46,14 @@ class GeneratorService:
         config: ModelConfig,
         tokenizer: Tokenizer,
         mesh: MeshView,
-        broker: BrokerClient,
+        tickets: Tickets,
         log: Log,
     ) -> None:
         self._section, self._model, self._dtype, self._config = section, model, dtype, config
-        self._tokenizer, self._mesh, self._broker, self._log = tokenizer, mesh, broker, log
+        self._tokenizer, self._mesh, self._tickets, self._log = tokenizer, mesh, tickets, log
         self._live: dict[str, LiveRequest | None] = {}
         self._refusing = False
+        self.records = RouterRecords()
         self._empty = asyncio.Event()
 
     # -- rpcs --
@@ -59,22 +61,26 @@ class GeneratorService:
     async def Generate(  # noqa: N802
         self, request: generator_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[generator_pb2.GenerateResponse]:
-        limits = self._limits()
-        check_prompt(request, limits)
-        request_id = self._admit(request.request_id or uuid.uuid4().hex)
-        live = None
-        try:
-            token_ids = await self._tokenize(request)
-            sampling = sampling_params(request, len(token_ids), limits, seed=secrets.randbits(63))
-            live = self._live[request_id] = LiveRequest(RequestRef(request_id, 1), sampling, token_ids)
-            await live.start(self._mesh, self._broker)
-            async for response in self._follow(live, request):
-                yield response
-        finally:
-            if live is not None:
-                live.release()
-                self._log_end(live)
-            self._leave(request_id)
+        with self.records.request() as record:
+            limits = self._limits()
+            check_prompt(request, limits)
+            request_id = record.request_id = self._admit(request.request_id or uuid.uuid4().hex)
+            live = None
+            try:
+                token_ids = await self._tokenize(request)
+                if not request.HasField("token_ids"):
+                    self.records.tokenized(record)
+                sampling = sampling_params(request, len(token_ids), limits, seed=secrets.randbits(63))
+                live = self._live[request_id] = LiveRequest(RequestRef(request_id, 1), sampling, token_ids)
+                self.records.taken(record, live)
+                await live.start(self._mesh, self._tickets)
+                async for response in self._follow(live, request):
+                    yield response
+            finally:
+                if live is not None:
+                    live.release()
+                    self._log_end(live)
+                self._leave(request_id)
 
     async def Abort(  # noqa: N802
         self, request: generator_pb2.AbortRequest, context: Any

@@ -13,13 +13,13 @@ from itertools import repeat
 
 from stagemesh.services.router.answer import FreshToken
 from stagemesh.services.router.directory import MeshView
+from stagemesh.services.router.opening import Tickets
 from stagemesh.services.router.placement import Placement, place
 from stagemesh.services.router.session import HeadSession
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
-from stagemesh.shared.errors import Rejected, Retryable
-from stagemesh.shared.rpc.broker import BrokerClient
+from stagemesh.shared.errors import Rejected, Retryable, StagemeshError
 
 PLACEMENT_WAIT_S = 5.0  # for a pair of instances to be there
 
@@ -40,6 +40,7 @@ class LiveRequest:
     sampling: SamplingParams
     token_ids: list[int]
     started_s: float = field(default_factory=time.monotonic)
+    ticket_s: float | None = None  # it came so long after the start
     first_token_s: float | None = None
     completion_tokens: int = 0
     _fresh: list[FreshToken] = field(default_factory=list)
@@ -49,18 +50,22 @@ class LiveRequest:
     _prefill: HeadSession | None = None
     _decode: HeadSession | None = None
 
-    async def start(self, mesh: MeshView, broker: BrokerClient) -> None:
+    async def start(self, mesh: MeshView, tickets: Tickets) -> None:
         """Sends it off. Raises Retryable if nobody can take it within PLACEMENT_WAIT_S."""
         placement = await self._place(mesh)
-        ticket_id, prefill, decode = "", placement.prefill.ref, None
-        if placement.decode is not None:
-            decode = placement.decode.ref
-            ticket_id = await broker.open_ticket(
-                self.ref, prefill, decode, len(self.token_ids), self.sampling.max_tokens
-            )
+        prefill = placement.prefill.ref
+        if placement.decode is None:
+            self._prefill = self._submit(mesh, prefill, "", "", token_ids=self.token_ids)
+            return
+        decode = placement.decode.ref
+        ticket_id = await tickets.open(self.ref, prefill, decode, len(self.token_ids), self.sampling.max_tokens)
+        self.ticket_s = time.monotonic() - self.started_s
+        try:
             self._decode = self._submit(mesh, decode, ticket_id, "", token_ids=[])
-        name = "" if decode is None else decode.name
-        self._prefill = self._submit(mesh, prefill, ticket_id, name, token_ids=self.token_ids)
+            self._prefill = self._submit(mesh, prefill, ticket_id, decode.name, token_ids=self.token_ids)
+        except StagemeshError:
+            tickets.fail(ticket_id, "it could not be sent off")
+            raise
 
     async def _place(self, mesh: MeshView) -> Placement:
         deadline_s = time.monotonic() + PLACEMENT_WAIT_S
@@ -143,6 +148,31 @@ class LiveRequest:
             await self._news.wait()
         fresh, self._fresh = self._fresh, []
         return fresh, self._ending
+
+    @property
+    def ending(self) -> Ending | None:
+        return self._ending
+
+    @property
+    def delivered_tokens(self) -> int:
+        """Those that `next` has given out."""
+        return self.completion_tokens - len(self._fresh)
+
+    @property
+    def instances(self) -> tuple[str, ...]:
+        """Where it runs."""
+        return tuple(session.ref.name for session in (self._prefill, self._decode) if session is not None)
+
+    @property
+    def waits(self) -> tuple[str, str, tuple[str, ...]]:
+        """For people: the phase, what it waits for, and on which instances."""
+        if self._prefill is None:
+            return "placing", "a pair of instances, then a ticket", ("broker",)
+        if self._fresh or self._ending is not None or self._error is not None:
+            return "answering", "the client to take what has come", ()
+        if self.first_token_s is None:
+            return "prefill", "its first token", (self._prefill.ref.name,)
+        return "decode", "the next tokens", self.instances[1:]
 
     @property
     def outcome(self) -> str:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 
 from stagemesh.services.router.directory import MeshView
 from stagemesh.services.router.generator import GENERATOR, GeneratorService
+from stagemesh.services.router.opening import Tickets
 from stagemesh.services.router.session import HeadSession
 from stagemesh.shared.config import Config
 from stagemesh.shared.core.directory import Role
 from stagemesh.shared.model.source import open_model
+from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log, choose_form, configure
+from stagemesh.shared.obs.metrics import Identity, Sample
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.rpc.broker import BROKER, BrokerClient
 from stagemesh.shared.rpc.client import Client
@@ -22,6 +26,7 @@ from stagemesh.shared.rpc.inspect import INSPECT, InspectService
 from stagemesh.shared.rpc.server import Server
 from stagemesh.shared.runtime.loop import LagSampler
 from stagemesh.shared.runtime.loop import run as run_loop
+from stagemesh.shared.runtime.monitor import Monitor
 from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.service import Child, run_service
 from stagemesh.shared.runtime.tasks import Tasks
@@ -33,6 +38,7 @@ class RouterService:
     def __init__(self, config: Config, notifier: Notifier, log: Log) -> None:
         self._config, self._notifier, self._log = config, notifier, log
         self._tracer, self._lag, self._tasks = Tracer("router"), LagSampler(), Tasks()
+        self._monitor = Monitor(config.metrics, Identity("router"), self, self._lag)
         self._generator: GeneratorService | None = None
         self._mesh: MeshView | None = None
         self._address: str | None = None
@@ -43,6 +49,7 @@ class RouterService:
 
     async def start(self, stack: AsyncExitStack) -> list[Child]:
         stack.callback(self._tasks.close)
+        await self._monitor.start(stack, self._notifier, self._log)
         self._notifier.status("loading the tokenizer")
         source = await asyncio.to_thread(open_model, self._config.model.spec)
         tokenizer = await asyncio.to_thread(source.tokenizer)
@@ -58,16 +65,17 @@ class RouterService:
             config=source.config,
             tokenizer=tokenizer,
             mesh=mesh,
-            broker=BrokerClient(broker),
+            tickets=Tickets(BrokerClient(broker), self._tasks.spawn),
             log=self._log,
         )
-        server = Server({GENERATOR: self._generator, INSPECT: InspectService(self, self._tracer, self._peers)})
+        inspect = InspectService(self, self._tracer, self._peers, metrics_address=self._monitor.address)
+        server = Server({GENERATOR: self._generator, INSPECT: inspect})
         self._address = await server.start(self._config.router.listen)
         stack.push_async_callback(server.stop)
         await self._wait_for_instances(stack, mesh)
         await server.set_serving(True)
         self._log.info("router is up", address=self._address)
-        return [self._lag.run()]
+        return [self._lag.run(), self._monitor.run()]
 
     async def withdraw(self) -> None:
         if self._generator is not None:
@@ -104,6 +112,14 @@ class RouterService:
     def gauges(self) -> Mapping[str, int]:
         instances = 0 if self._mesh is None else len(list(self._mesh))
         return {"instances": instances, "loop_lag_max_us": round(self._lag.max_lag_s * 1e6)}
+
+    def measure(self) -> Iterable[Sample]:
+        return () if self._generator is None else self._generator.records.measure()
+
+    def describe(self) -> Iterable[Entry]:
+        now_s = time.monotonic()
+        requests = [] if self._generator is None else list(self._generator.records.describe(now_s))
+        return [*requests, *([] if self._mesh is None else self._mesh.describe(now_s))]
 
 
 def run(config: Config, instance: str | None = None, pp_rank: int | None = None) -> None:

@@ -29,7 +29,13 @@ def check(
 
     replies = run(_ask_all(router, "Check"))
     report = {
-        name: {"ok": r.ok, "violation": r.violation, "held": dict(r.held), "gauges": dict(r.gauges)}
+        name: {
+            "ok": r.ok,
+            "violation": r.violation,
+            "held": dict(r.held),
+            "gauges": dict(r.gauges),
+            "metrics_address": r.metrics_address,
+        }
         for name, r in sorted(replies.items())
     }
     if as_json:

@@ -91,6 +91,15 @@ class TransferSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     io_threads: Annotated[int, Meta(ge=1, le=64)] = 2
 
 
+class MetricsSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a process serves its Prometheus metrics, at /metrics. Port 0 means any free port, which its log tells;
+    under `stagemesh up` every process has one of its own."""
+
+    enabled: bool = True
+    host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+
+
 class InstanceSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A pipeline. `stages` are its `pp_size` listen addresses; `layers` the stages' layer counts, empty for even."""
 
@@ -111,6 +120,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: ModelSection
     engine: EngineSection = EngineSection()
     transfer: TransferSection = TransferSection()
+    metrics: MetricsSection = MetricsSection()
     instances: tuple[InstanceSection, ...]
 
     @property

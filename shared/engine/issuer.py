@@ -6,6 +6,9 @@ next command. Pages of a dropped sequence are free once every stage has applied 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+
 from stagemesh.shared.core.commands import Command, Ints, Join, Step, pack_deltas
 from stagemesh.shared.engine.pages import PageAllocator
 from stagemesh.shared.errors import Bug
@@ -26,6 +29,8 @@ class Issuer:
         self._freeing: dict[int, list[int]] = {}  # command number -> pages that it frees
         self.outstanding: dict[int, Step] = {}  # step number -> step whose result is not back
         self._command_of: dict[int, int] = {}  # step number -> the command that carries it
+        self._step_issued_s: dict[int, float] = {}  # step number -> when, until its result is back
+        self._issued_s: dict[int, float] = {}  # command number -> when, until all stages have applied it
 
     @property
     def steps_issued(self) -> int:
@@ -38,6 +43,17 @@ class Issuer:
     @property
     def num_freeing(self) -> int:
         return sum(len(pages) for pages in self._freeing.values()) + len(self._dropped_pages)
+
+    @property
+    def commands_out(self) -> Mapping[int, float]:
+        """Commands that not every stage has applied, but for those of outstanding steps; oldest first, and when they
+        were issued."""
+        with_step = set(self._command_of.values())
+        return {number: issued_s for number, issued_s in self._issued_s.items() if number not in with_step}
+
+    def issued_s(self, step_number: int) -> float:
+        """When an outstanding step was issued."""
+        return self._step_issued_s[step_number]
 
     def new_handle(self) -> int:
         self._last_handle += 1
@@ -78,6 +94,7 @@ class Issuer:
         step = self.outstanding.pop(step_number, None)
         if step is None:
             raise Bug(f"a result of step {step_number}, which is not outstanding")
+        del self._step_issued_s[step_number]
         self.applied(self._command_of.pop(step_number))
         return step
 
@@ -86,11 +103,14 @@ class Issuer:
         if not 0 <= number <= self._last_command:
             raise Bug(f"acknowledged {number}, but {self._last_command} is the last issued")
         self._applied = max(self._applied, number)
+        for known in [command for command in self._issued_s if command <= number]:
+            del self._issued_s[known]
         for freed in [command for command in self._freeing if command <= number]:
             self._pages.release(self._freeing.pop(freed))
 
     def _issue(self, step: Step | None) -> Command:
         self._last_command += 1
+        now_s = self._issued_s[self._last_command] = time.monotonic()
         command = Command(
             self._last_command,
             drops=tuple(self._drops),
@@ -100,7 +120,7 @@ class Issuer:
             step=step,
         )
         if step is not None:
-            self._command_of[step.number] = command.number
+            self._command_of[step.number], self._step_issued_s[step.number] = command.number, now_s
         if self._dropped_pages:
             self._freeing[command.number] = self._dropped_pages
         self._joins, self._drops, self._cancels, self._deltas, self._dropped_pages = [], [], [], {}, []

@@ -6,7 +6,8 @@ used --quarantine--> quarantined --prove--> free       a remote writer may still
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 
 from stagemesh.shared.errors import Bug
 
@@ -26,6 +27,7 @@ class PageAllocator:
         self._free = list(range(num_pages - 1, -1, -1))  # taken from the end: low ids first
         self._used: set[int] = set()
         self._quarantined: dict[str, tuple[int, ...]] = {}
+        self._quarantined_s: dict[str, float] = {}
 
     @property
     def num_free(self) -> int:
@@ -38,6 +40,11 @@ class PageAllocator:
     @property
     def num_quarantined(self) -> int:
         return sum(len(pages) for pages in self._quarantined.values())
+
+    @property
+    def quarantined_since(self) -> Mapping[str, float]:
+        """Tickets with pages in quarantine, and since when."""
+        return self._quarantined_s
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` page ids, or None (and nothing taken) if they do not fit now."""
@@ -62,10 +69,12 @@ class PageAllocator:
             raise Bug(f"ticket {ticket_id}: its pages cannot be quarantined")
         self._used.difference_update(pages)
         self._quarantined[ticket_id] = tuple(pages)
+        self._quarantined_s[ticket_id] = time.monotonic()
 
     def prove_quiescent(self, ticket_id: str) -> None:
         """Nothing writes for `ticket_id` any more: its quarantined pages are free. A late proof does no harm."""
         self._free.extend(self._quarantined.pop(ticket_id, ()))
+        self._quarantined_s.pop(ticket_id, None)
 
     def check_integrity(self) -> None:
         """Raises Bug unless every page is in exactly one place."""

@@ -11,7 +11,7 @@ class CheckRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class CheckReply(_message.Message):
-    __slots__ = ("ok", "violation", "held", "gauges")
+    __slots__ = ("ok", "violation", "held", "gauges", "metrics_address")
     class HeldEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -30,11 +30,13 @@ class CheckReply(_message.Message):
     VIOLATION_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     GAUGES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ok: bool
     violation: str
     held: _containers.ScalarMap[str, int]
     gauges: _containers.ScalarMap[str, int]
-    def __init__(self, ok: _Optional[bool] = ..., violation: _Optional[str] = ..., held: _Optional[_Mapping[str, int]] = ..., gauges: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, ok: _Optional[bool] = ..., violation: _Optional[str] = ..., held: _Optional[_Mapping[str, int]] = ..., gauges: _Optional[_Mapping[str, int]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class TraceRequest(_message.Message):
     __slots__ = ()
@@ -63,3 +65,13 @@ class PeersReply(_message.Message):
     PEERS_FIELD_NUMBER: _ClassVar[int]
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
     def __init__(self, peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...) -> None: ...
+
+class DumpRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DumpReply(_message.Message):
+    __slots__ = ("entries",)
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    entries: bytes
+    def __init__(self, entries: _Optional[bytes] = ...) -> None: ...

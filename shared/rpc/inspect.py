@@ -1,11 +1,12 @@
-"""The Inspect service of a process: its invariants, its trace, its peers."""
+"""The Inspect service of a process: its invariants, its trace, its peers, what it waits for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from stagemesh.shared.errors import Bug
+from stagemesh.shared.obs.entry import Entry, encode_entries
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.pb import inspect_pb2
 
@@ -29,14 +30,24 @@ class Inspectable(Protocol):
         """What else is worth a number."""
         ...
 
+    def describe(self) -> Iterable[Entry]:
+        """What is not over, and what each of it waits for."""
+        ...
+
 
 class InspectService:
     """Answers for one process."""
 
     def __init__(
-        self, subject: Inspectable, tracer: Tracer, peers: Callable[[], Mapping[str, str]] | None = None
+        self,
+        subject: Inspectable,
+        tracer: Tracer,
+        peers: Callable[[], Mapping[str, str]] | None = None,
+        *,
+        metrics_address: str = "",
     ) -> None:
         self._subject, self._tracer, self._peers = subject, tracer, peers
+        self._metrics_address = metrics_address
 
     async def Check(self, request: inspect_pb2.CheckRequest, context: Any) -> inspect_pb2.CheckReply:  # noqa: N802
         violation = ""
@@ -45,7 +56,9 @@ class InspectService:
         except Bug as error:
             violation = str(error)
         held, gauges = self._subject.held, self._subject.gauges
-        return inspect_pb2.CheckReply(ok=not violation, violation=violation, held=held, gauges=gauges)
+        return inspect_pb2.CheckReply(
+            ok=not violation, violation=violation, held=held, gauges=gauges, metrics_address=self._metrics_address
+        )
 
     async def Trace(self, request: inspect_pb2.TraceRequest, context: Any) -> inspect_pb2.TraceReply:  # noqa: N802
         return inspect_pb2.TraceReply(spans=self._tracer.dump())
@@ -53,3 +66,6 @@ class InspectService:
     async def Peers(self, request: inspect_pb2.PeersRequest, context: Any) -> inspect_pb2.PeersReply:  # noqa: N802
         known = self._peers() if self._peers else {}
         return inspect_pb2.PeersReply(peers=[inspect_pb2.Peer(name=n, address=a) for n, a in known.items()])
+
+    async def Dump(self, request: inspect_pb2.DumpRequest, context: Any) -> inspect_pb2.DumpReply:  # noqa: N802
+        return inspect_pb2.DumpReply(entries=encode_entries(list(self._subject.describe())))

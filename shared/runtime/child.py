@@ -35,6 +35,7 @@ class Child:
         self.is_ready = False
         self.status = "starting"
         self.address = spec.address
+        self.metrics = ""  # where they can be read, once it has said so
         self.wait_status: int | None = None
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._partial = b""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from bisect import bisect_left
 from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
 
 import uvloop
+
+from stagemesh.shared.obs.tally import Tally
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class LagSampler:
 
     def __init__(self, interval_s: float = 0.05) -> None:
         self._interval_s = interval_s
-        self._counts = [0] * (len(self.BOUNDS_S) + 1)
+        self.tally = Tally(self.BOUNDS_S)
         self._max_lag_s = 0.0
 
     @property
@@ -41,15 +42,15 @@ class LagSampler:
 
     @property
     def num_samples(self) -> int:
-        return sum(self._counts)
+        return self.tally.count
 
     @property
     def histogram(self) -> tuple[tuple[float, int], ...]:
         """(upper bound in seconds, samples at most that late and later than the bound before); the last is inf."""
-        return tuple(zip((*self.BOUNDS_S, float("inf")), self._counts, strict=True))
+        return tuple(zip((*self.BOUNDS_S, float("inf")), self.tally.counts, strict=True))
 
     def record(self, lag_s: float) -> None:
-        self._counts[bisect_left(self.BOUNDS_S, lag_s)] += 1
+        self.tally.record(lag_s)
         self._max_lag_s = max(self._max_lag_s, lag_s)
 
     def reset_max(self) -> float:

@@ -1,6 +1,7 @@
 """The service's side of the sd_notify protocol: datagrams of `NAME=value` lines to $NOTIFY_SOCKET.
 
-STATUS=... -> READY=1 (and X_ADDRESS=, where the service really listens) -> WATCHDOG=1 ... -> STOPPING=1
+STATUS=... -> X_METRICS=, where its metrics are -> READY=1 (and X_ADDRESS=, where the service really listens) ->
+WATCHDOG=1 ... -> STOPPING=1
 
 Under systemd and under `stagemesh up` alike. Without $NOTIFY_SOCKET every call does nothing.
 """
@@ -13,14 +14,15 @@ from collections.abc import Mapping
 from typing import Final
 
 ADDRESS: Final = "X_ADDRESS"
+METRICS: Final = "X_METRICS"
 PATIENCE_S: Final = 2.0
 
 
 class Notifier:
     """Never raises: a supervisor that does not listen must not stop a service. What is lost is counted.
 
-    A unix socket holds ten datagrams or so. What must not be lost, `ready` and `stopping`, waits up to PATIENCE_S for
-    room; the rest does not wait.
+    A unix socket holds ten datagrams or so. What must not be lost, `metrics`, `ready` and `stopping`, waits up to
+    PATIENCE_S for room; the rest does not wait.
     """
 
     def __init__(self, path: str | None, watchdog_timeout_s: float | None = None) -> None:
@@ -41,6 +43,10 @@ class Notifier:
     def ready(self, address: str | None = None) -> None:
         """The service takes work now. `address` is where, if that was not known from the config (port 0)."""
         self._send("READY=1", *([f"{ADDRESS}={address}"] if address else []), patience_s=PATIENCE_S)
+
+    def metrics(self, address: str) -> None:
+        """`address` is where the metrics can be read."""
+        self._send(f"{METRICS}={address}", patience_s=PATIENCE_S)
 
     def status(self, text: str) -> None:
         """One line on what the service is doing, for people."""

@@ -34,6 +34,7 @@ def _process(child: Child) -> dict[str, object]:
         "pp_rank": spec.pp_rank,
         "pid": child.pid,
         "address": child.address,
+        "metrics": child.metrics or None,
     }
 
 

@@ -38,7 +38,7 @@ from stagemesh.shared.runtime.nats_server import (
     run_nats_server,
     says_ready,
 )
-from stagemesh.shared.runtime.notify import ADDRESS
+from stagemesh.shared.runtime.notify import ADDRESS, METRICS
 from stagemesh.shared.runtime.notify_socket import NotifySocket
 from stagemesh.shared.runtime.plan import ENTRIES, STOP_ORDER, ProcessSpec, load_entry, service_processes
 from stagemesh.shared.runtime.ready import ready_record, ready_text
@@ -144,6 +144,8 @@ class Supervisor:
         if (bus := self._children.get(NATS_SPEC.name)) is not None:
             nats = msgspec.structs.replace(self._config.nats, url=f"nats://{bus.address}")
             self._config = msgspec.structs.replace(self._config, nats=nats)
+        metrics = msgspec.structs.replace(self._config.metrics, port=0)  # one port cannot serve them all
+        self._config = msgspec.structs.replace(self._config, metrics=metrics)
         write_atomically(Path(self._config.mesh.run_dir) / "config.toml", dump_toml(self._config))
         for spec in service_processes(self._config):
             self._fork(spec, self._service(spec))
@@ -198,6 +200,7 @@ class Supervisor:
 
     def _on_notification(self, child: Child, lines: Mapping[str, str]) -> None:
         child.address = lines.get(ADDRESS, child.address)
+        child.metrics = lines.get(METRICS, child.metrics)
         status = lines.get("STATUS", child.status)
         if status != child.status and self._phase is Phase.STARTING:
             self._report.info(f"{child.spec.name}: {status}")

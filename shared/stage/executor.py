@@ -22,6 +22,7 @@ from stagemesh.shared.errors import ProtocolViolation
 from stagemesh.shared.link.ring import RingReceiver, RingSender
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.stage.kv_sender import KvSender
+from stagemesh.shared.stage.occupancy import Activity, Occupancy
 
 
 class Onwards(Protocol):
@@ -56,7 +57,10 @@ class StageExecutor:
         self._sampled: dict[int, Ints] = {}  # step -> its ids, while a later step may point at them
         self._news = asyncio.Event()
         self._last_number = 0
-        self.steps_done = 0
+        self.steps_done = self.hops_done = self.hop_ns = 0
+        self.occupancy = Occupancy(time.monotonic_ns())
+        self.step: Step | None = None  # that it runs, or whose inputs it waits for
+        self.hops: dict[int, int] = {}  # step whose activations are on their way -> since when, in ns
 
     @property
     def num_queued(self) -> int:
@@ -68,6 +72,8 @@ class StageExecutor:
             raise ProtocolViolation(f"command {command.number} follows {self._last_number}")
         self._last_number = command.number
         self._queue.put_nowait(command)
+        if self.occupancy.activity is Activity.IDLE:
+            self.occupancy.move(Activity.STARVED, time.monotonic_ns())
 
     def data_ready(self, step: int, num_tokens: int) -> None:
         self._arrived[step] = num_tokens
@@ -102,14 +108,23 @@ class StageExecutor:
                         self._onwards.applied(item.number)
                 else:
                     await self._run_step(item, item.step, loop, worker)
+                self._rest()
+
+    def _rest(self) -> None:
+        """Nothing is being run. Commands and residents mean work, if not for this stage now."""
+        has_work = self._queue.qsize() or self._runner.num_residents
+        self.occupancy.move(Activity.STARVED if has_work else Activity.IDLE, time.monotonic_ns())
 
     async def _run_step(
         self, command: Command, step: Step, loop: asyncio.AbstractEventLoop, worker: ThreadPoolExecutor
     ) -> None:
-        asked_ns = time.monotonic_ns()
+        self.step, asked_ns = step, time.monotonic_ns()
         hidden = await self._inputs(step)
         start_ns = time.monotonic_ns()
+        self.occupancy.move(Activity.FORWARD, start_ns)
         output = await loop.run_in_executor(worker, self._execute, command, step, hidden)
+        self.step = None
+        self._rest()
         self._tracer.span(
             "forward",
             start_ns,
@@ -125,6 +140,11 @@ class StageExecutor:
             self._onwards.result(step.number, output.tensor.numpy(), output.logprobs)
         else:
             self._spawn(self._transmit(self._sender, step))
+
+    @property
+    def missing_ids(self) -> frozenset[int]:
+        """First stage: the steps whose ids the next step waits for."""
+        return frozenset() if self.step is None else self.step.source_steps - self._sampled.keys()
 
     async def _inputs(self, step: Step) -> Tensor | None:
         if self._receiver is None:
@@ -148,9 +168,12 @@ class StageExecutor:
         return output
 
     async def _transmit(self, sender: RingSender, step: Step) -> None:
-        start_ns = time.monotonic_ns()
+        start_ns = self.hops[step.number] = time.monotonic_ns()
         await sender.transmit(step.number).wait()
-        self._tracer.span("hop", start_ns, step=step.number)
+        end_ns = time.monotonic_ns()
+        self._tracer.span("hop", start_ns, end_ns, step=step.number)
+        del self.hops[step.number]
+        self.hops_done, self.hop_ns = self.hops_done + 1, self.hop_ns + end_ns - start_ns
         self._onwards.data_ready(step.number, step.num_tokens)
 
     def _after(self, command: Command) -> None:

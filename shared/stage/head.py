@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ from stagemesh.shared.core.commands import Command, Ints, RowLogprobs
 from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.errors import ProtocolViolation
+from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
+from stagemesh.shared.obs.metrics import Sample
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.pb import instance_pb2
 from stagemesh.shared.rpc.broker import BrokerClient
@@ -153,6 +155,14 @@ class Head(ABC):
 
     @abstractmethod
     def check_integrity(self) -> None: ...
+
+    @abstractmethod
+    def measure(self) -> Iterable[Sample]:
+        """The numbers of the scheduler and of the sessions."""
+
+    @abstractmethod
+    def describe(self, now_s: float) -> Iterable[Entry]:
+        """What its sequences and steps wait for. `now_s` is CLOCK_MONOTONIC."""
 
 
 async def _fail(error: Exception) -> None:

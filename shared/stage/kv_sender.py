@@ -21,7 +21,7 @@ from stagemesh.shared.core.directory import StageInfo
 from stagemesh.shared.core.layers import LayerRange
 from stagemesh.shared.engine.pages import pages_for
 from stagemesh.shared.obs.trace import Tracer
-from stagemesh.shared.transfer.base import Endpoint, Piece, TransferHandle, TransferState
+from stagemesh.shared.transfer.base import FINAL_STATES, Endpoint, Piece, TransferHandle, TransferState
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,31 @@ class Report(Protocol):
 
 
 @dataclass(slots=True)
-class _Outgoing:
+class KvCounts:
+    """What has become of the writes so far. `seconds` adds up writes that run at once; `in_doubt` are those that failed
+    without proof that no byte arrives any more."""
+
+    num_bytes: int = 0
+    pieces: int = 0
+    seconds: float = 0.0
+    in_doubt: int = 0
+    by_state: dict[TransferState, int] = field(default_factory=lambda: dict.fromkeys(FINAL_STATES, 0))
+
+    def add(self, transfer: TransferHandle, state: TransferState, seconds: float) -> None:
+        self.num_bytes += transfer.bytes_done
+        self.pieces += transfer.num_pieces if state is TransferState.DONE else 0
+        self.seconds += seconds
+        self.in_doubt += not transfer.quiescent
+        self.by_state[state] += 1
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A prompt whose KV is on its way. From `reporting_s` on nothing is in flight any more, and the broker is told."""
+
     plan: SendPlan
+    joined_s: float = field(default_factory=time.monotonic)
+    reporting_s: float | None = None
     next_page: int = 0
     whole: bool = False  # every page has been handed to the endpoint
     cancelled: bool = False
@@ -92,14 +115,21 @@ class KvSender:
     ) -> None:
         self._endpoint, self._layout, self._page_size = endpoint, layout, page_size
         self._spawn, self._report, self._tracer = spawn, report, tracer
-        self._outgoing: dict[int, _Outgoing] = {}
+        self._outgoing: dict[int, Outgoing] = {}
+        self._reporting: dict[int, Outgoing] = {}
+        self.counts = KvCounts()
 
     @property
     def num_tickets(self) -> int:
         return len(self._outgoing)
 
+    @property
+    def unfinished(self) -> list[Outgoing]:
+        """What is on its way, and what is being reported."""
+        return [*self._outgoing.values(), *self._reporting.values()]
+
     def join(self, handle: int, plan: SendPlan) -> None:
-        self._outgoing[handle] = _Outgoing(plan)
+        self._outgoing[handle] = Outgoing(plan)
         self._spawn(self._follow(handle))
 
     def progressed(self, handle: int, pages: Sequence[int], tokens_done: int) -> None:
@@ -126,7 +156,7 @@ class KvSender:
             transfer.cancel()
         outgoing.progress.set()
 
-    def _write(self, outgoing: _Outgoing, target: StageInfo, pages: Sequence[int], first: int, last: int) -> None:
+    def _write(self, outgoing: Outgoing, target: StageInfo, pages: Sequence[int], first: int, last: int) -> None:
         layers = self._layout.layers.intersect(target.layers)
         if layers is None:
             return
@@ -143,7 +173,9 @@ class KvSender:
     async def _trace(self, ticket_id: str, transfer: TransferHandle) -> None:
         start_ns = time.monotonic_ns()
         state = await transfer.settle()
-        self._tracer.span("kv_write", start_ns, ticket=ticket_id, bytes=transfer.num_bytes, state=state.value)
+        end_ns = time.monotonic_ns()
+        self._tracer.span("kv_write", start_ns, end_ns, ticket=ticket_id, bytes=transfer.num_bytes, state=state.value)
+        self.counts.add(transfer, state, (end_ns - start_ns) / 1e9)
 
     async def _follow(self, handle: int) -> None:
         """The life of one outgoing prompt, to the report."""
@@ -154,9 +186,11 @@ class KvSender:
         for _, transfer in outgoing.handles:
             await transfer.settle()
         del self._outgoing[handle]
+        self._reporting[handle], outgoing.reporting_s = outgoing, time.monotonic()
         await self._report(self._outcome(outgoing))
+        del self._reporting[handle]
 
-    def _outcome(self, outgoing: _Outgoing) -> Outcome:
+    def _outcome(self, outgoing: Outgoing) -> Outcome:
         done = [(span, transfer) for span, transfer in outgoing.handles if transfer.state is TransferState.DONE]
         failed = [transfer for _, transfer in outgoing.handles if transfer.state is not TransferState.DONE]
         errors = [str(transfer.error) for transfer in failed if transfer.error]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 
 from stagemesh.shared.core.commands import Command, Ints, RowLogprobs
 from stagemesh.shared.engine.runner import StageRunner
 from stagemesh.shared.errors import ProtocolViolation
+from stagemesh.shared.obs.entry import Entry
+from stagemesh.shared.obs.metrics import Sample
 from stagemesh.shared.runtime.tasks import Tasks
+from stagemesh.shared.stage.describe import StageNames, describe_executor, describe_outgoing
 from stagemesh.shared.stage.executor import StageExecutor
 from stagemesh.shared.stage.head import Head
 from stagemesh.shared.stage.kv_sender import KvSender
+from stagemesh.shared.stage.measure import measure_kv, measure_stage
 from stagemesh.shared.stage.ring import RingOut
 
 
@@ -76,6 +81,27 @@ class StageNode:
         return self.head
 
     # -- views --
+
+    def measure(self) -> Iterator[Sample]:
+        yield from measure_stage(self._runner, self.executor, time.monotonic_ns())
+        if self._kv is not None:
+            yield from measure_kv(self._kv.counts)
+        if self.head is not None:
+            yield from self.head.measure()
+
+    def describe(self, names: StageNames, page_size: int) -> Iterator[Entry]:
+        now_ns = time.monotonic_ns()
+        yield from describe_executor(
+            self.executor,
+            names,
+            residents=self._runner.num_residents,
+            ring_queue=self._ring.num_queued,
+            now_ns=now_ns,
+        )
+        for outgoing in [] if self._kv is None else self._kv.unfinished:
+            yield describe_outgoing(outgoing, page_size, now_ns / 1e9)
+        if self.head is not None:
+            yield from self.head.describe(now_ns / 1e9)
 
     def check_integrity(self) -> None:
         if self.head is not None:

@@ -65,6 +65,10 @@ class RingOut:
         self._finishing = False
         self._ended = asyncio.Event()
 
+    @property
+    def num_queued(self) -> int:
+        return self._queue.qsize()
+
     def command(self, command: Command) -> None:
         self.forward(stage_pb2.RingMessage(command=command_to_pb(command)))
 

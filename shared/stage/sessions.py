@@ -44,6 +44,7 @@ class Sessions:
     def __init__(self, requests: Requests, epoch: int, log: Log) -> None:
         self._requests, self._epoch, self._log = requests, epoch, log
         self._owner: dict[RequestRef, _Session] = {}
+        self.num_open = 0
 
     @property
     def num_requests(self) -> int:
@@ -84,6 +85,7 @@ class Sessions:
             raise ProtocolViolation("a session begins with `open`")
         if message.open.epoch != self._epoch:
             raise ProtocolViolation(f"epoch {message.open.epoch} is meant, this is {self._epoch}")
+        self.num_open += 1
         return _Session(message.open.router)
 
     def _take(self, session: _Session, message: instance_pb2.SessionUp) -> None:
@@ -114,6 +116,7 @@ class Sessions:
             session.requests.discard(request)
 
     def _close(self, session: _Session) -> None:
+        self.num_open -= 1
         if session.requests:
             self._log.warning("a router is gone", router=session.router, aborted_requests=len(session.requests))
         for request in list(session.requests):

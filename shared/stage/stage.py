@@ -7,7 +7,8 @@ stop:   the head leaves the directory and waits for what runs; the other ranks w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,9 @@ from stagemesh.shared.core.directory import InstanceInfo, Role, StageInfo
 from stagemesh.shared.core.identity import InstanceRef
 from stagemesh.shared.errors import Retryable
 from stagemesh.shared.link.ring import RingReceiver, RingSender, RingSpec
+from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
+from stagemesh.shared.obs.metrics import Identity, Sample
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.pb import stage_pb2
 from stagemesh.shared.rpc.broker import BROKER, BrokerClient
@@ -25,10 +28,12 @@ from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.rpc.inspect import INSPECT, InspectService
 from stagemesh.shared.rpc.server import Server
 from stagemesh.shared.runtime.loop import LagSampler
+from stagemesh.shared.runtime.monitor import Monitor
 from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.service import Child
 from stagemesh.shared.runtime.tasks import Tasks
 from stagemesh.shared.stage.connect import Connector, Upstream
+from stagemesh.shared.stage.describe import StageNames
 from stagemesh.shared.stage.executor import StageExecutor
 from stagemesh.shared.stage.head import INSTANCE, Head, HeadContext
 from stagemesh.shared.stage.kv_sender import KvSender, PoolLayout
@@ -71,6 +76,9 @@ class StageService:
         self._notifier, self._on_stop, self._log = notifier, on_stop, log
         self._tracer = Tracer(f"{instance}/{pp_rank}")
         self._lag, self._tasks = LagSampler(), Tasks()
+        identity = Identity(self._instance.role, instance, pp_rank)
+        self._monitor = Monitor(config.metrics, identity, self, self._lag)
+        self._started_s = time.monotonic()
         self._node: StageNode | None = None
         self._ring_in: RingIn | None = None
         self._ring_out = RingOut()
@@ -86,6 +94,7 @@ class StageService:
 
     async def start(self, stack: AsyncExitStack) -> list[Child]:
         stack.callback(self._tasks.close)
+        await self._monitor.start(stack, self._notifier, self._log)
         parts = await asyncio.to_thread(
             build_parts, self._config, self._instance, self._pp_rank, self._notifier.status, self._log
         )
@@ -96,14 +105,15 @@ class StageService:
         receiver = None if parts.first else self._make_receiver(endpoint, parts)
         slots = None if receiver is None else receiver.spec
         self._connector = Connector(self._instance.name, self._pp_rank, self._instance.pp_size, parts.manifest, slots)
-        server = Server({STAGE_LINK: self, INSTANCE: self, INSPECT: InspectService(self, self._tracer)})
+        inspect = InspectService(self, self._tracer, metrics_address=self._monitor.address)
+        server = Server({STAGE_LINK: self, INSTANCE: self, INSPECT: inspect})
         await server.start(own.address)
         stack.push_async_callback(server.stop)
         self._notifier.status("connecting the stages")
         children = await self._connect(stack, parts, endpoint, receiver, own)
         await server.set_serving(True)
         self._log.info("stage is up", layers=f"[{parts.layers.lo}, {parts.layers.hi})", pages=parts.manifest.num_pages)
-        return [*children, self._tasks.run(), self._lag.run()]
+        return [*children, self._tasks.run(), self._lag.run(), self._monitor.run()]
 
     async def withdraw(self) -> None:
         if self._lead is not None:
@@ -263,3 +273,13 @@ class StageService:
     def gauges(self) -> Mapping[str, int]:
         steps = 0 if self._node is None else self._node.executor.steps_done
         return {"steps_done": steps, "loop_lag_max_us": round(self._lag.max_lag_s * 1e6)}
+
+    def measure(self) -> Iterable[Sample]:
+        return () if self._node is None else self._node.measure()
+
+    def describe(self) -> Iterable[Entry]:
+        names = StageNames(self._instance.name, self._pp_rank, self._instance.pp_size)
+        if self._node is None:
+            age_s = time.monotonic() - self._started_s
+            return [Entry("stage", names.own, age_s, "starting", "the ring to close", (names.previous,))]
+        return self._node.describe(names, self._config.engine.page_size)

@@ -5,8 +5,8 @@
 
 A pace is decode steps a second, each with a token for every stream; 0 is as fast as the router takes them, which then
 joins steps into one message where a client's stream has not been served yet. The router is kept on one core and the
-rest on the others. Rates and CPU are of the time in which every stream is live. Each pace has two rounds on one router:
-its memory should not grow from one to the other.
+rest on the others. Rates and CPU are of the time in which every stream is live. Each pace has two rounds on one router,
+whose memory should not grow from one to the other.
 """
 
 from __future__ import annotations
@@ -182,13 +182,13 @@ def bench(options: argparse.Namespace, pace: float, cores: list[set[int]]) -> No
         config = make_config(Path(folder), options.model)
         path = Path(folder) / "mesh.toml"
         path.write_text(dump_toml(config))
-        command = ("tests.support.scripted_engines", str(path), str(pace))
-        engines = stack.enter_context(process(*command, core=cores[1]))
+        script = ("tests.support.scripted_engines", str(path), str(options.streams), str(pace))
+        engines = stack.enter_context(process(*script, core=cores[1]))
         assert engines.stdout is not None
         if engines.stdout.readline() != "ready\n":
             raise SystemExit("the engines did not start")
-        command = ("stagemesh.services.router", "--config", str(path))
-        router = stack.enter_context(process(*command, core=cores[0], stderr=subprocess.PIPE))
+        service = ("stagemesh.services.router", "--config", str(path))
+        router = stack.enter_context(process(*service, core=cores[0], stderr=subprocess.PIPE))
         address = router_address(router)
         vocab_size = open_model(options.model).config.vocab_size
         load = Load(
@@ -207,11 +207,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--paces", default="40,0")
     parser.add_argument("--clients", type=int, default=1)
+    parser.add_argument("--spread", action="store_true", help="all processes on all cores")
     parser.add_argument("--model", default="smollm2")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind then either
     everything = sorted(os.sched_getaffinity(0))
     cores = [{everything[0]}, set(everything[1:]) or {everything[0]}]
+    if options.spread:
+        cores = [set(everything), set(everything)]
     os.sched_setaffinity(0, cores[1])  # the clients are started from here
     print(HEADER)
     for pace in options.paces.split(","):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.support.running import RunningMesh, running_mesh
 from tests.support.tiny_models import make_tiny
 
 pytestmark = pytest.mark.slow
-NUM_REQUESTS, NUM_VICTIMS, NEW_TOKENS = 60, 30, 24
+NEW_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +43,26 @@ def mesh(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runn
         yield running
 
 
-class Storm:
-    """Sixty requests at once. A victim's moment comes when all requests together have had so many responses."""
+@dataclass(frozen=True, slots=True)
+class Size:
+    """`victims` of `requests` are cut short; `concurrency` run at once."""
 
-    def __init__(self, client: Client, wanted: list[list[int]], seed: int) -> None:
+    requests: int
+    victims: int
+    concurrency: int
+
+
+SIXTY = Size(requests=60, victims=30, concurrency=60)
+FIVE_HUNDRED = Size(requests=500, victims=167, concurrency=64)
+
+
+class Storm:
+    """A victim's moment comes when all requests together have had so many responses."""
+
+    def __init__(self, client: Client, wanted: list[list[int]], size: Size, seed: int) -> None:
         self._client, self._wanted, self._rng = client, wanted, random.Random(seed)
+        self._size, self._places = size, asyncio.Semaphore(size.concurrency)
+        self._lengths = [self._rng.randint(1, NEW_TOKENS) for _ in range(size.requests)]
         self._responses = 0
         self._moments: dict[int, Callable[[], None]] = {}
         self.answers: dict[int, Answer] = {}
@@ -55,12 +71,20 @@ class Storm:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as self._aborts:
-            tasks = [self._aborts.create_task(self._ask(index)) for index in range(NUM_REQUESTS)]
-            for index in self._rng.sample(range(NUM_REQUESTS), NUM_VICTIMS):
+            tasks = [self._aborts.create_task(self._ask(index)) for index in range(self._size.requests)]
+            for index in self._rng.sample(range(self._size.requests), self._size.victims):
                 kind = self.kinds[index] = self._rng.choice(("abort", "disconnect", "both"))
                 self._moments[index] = self._moment(index, kind, tasks[index])
-            self._thresholds = {index: self._rng.randint(0, 30 * NEW_TOKENS) for index in self._moments}
+            self._thresholds = {index: self._moment_of(index) for index in self._moments}
             self._strike()
+
+    def _moment_of(self, index: int) -> int:
+        """Requests go off about in order: the moment lies around the time when this one is served."""
+        responses = sum(self._lengths)
+        return int(responses * min(1.0, max(0.0, index / self._size.requests + self._rng.uniform(-0.2, 0.1))))
+
+    def wanted_tokens(self, index: int) -> int:
+        return self._lengths[index]
 
     def _moment(self, index: int, kind: str, task: asyncio.Task[None]) -> Callable[[], None]:
         def strike() -> None:
@@ -89,43 +113,51 @@ class Storm:
             self._strike()
             return True
 
-        request = token_request(self._wanted[index], NEW_TOKENS, ignore_eos=True, request_id=f"storm-{index}")
-        self.answers[index] = await generate(self._client, request, on_response=took)
+        async with self._places:
+            prompt, count = self._wanted[index], self._lengths[index]
+            request = token_request(prompt, count, ignore_eos=True, request_id=f"storm-{index}")
+            self.answers[index] = await generate(self._client, request, on_response=took)
 
 
-async def storm(mesh: RunningMesh, wanted: list[list[int]], seed: int) -> Storm:
+async def storm(mesh: RunningMesh, wanted: list[list[int]], size: Size, seed: int) -> Storm:
     async with Client(mesh.router, GENERATOR) as client:
-        blown = Storm(client, wanted, seed)
+        blown = Storm(client, wanted, size, seed)
         await blown.run()
     await mesh.check_idle()
     return blown
 
 
-def check_storm(mesh: RunningMesh, reference: Any, seed: int) -> None:
-    wanted = prompts(NUM_REQUESTS, reference.config.vocab_size)
-    blown = asyncio.run(storm(mesh, wanted, seed))
+def check_storm(mesh: RunningMesh, reference: Any, size: Size, seed: int) -> None:
+    wanted = prompts(size.requests, reference.config.vocab_size)
+    blown = asyncio.run(storm(mesh, wanted, size, seed))
     cut_short = 0
     for index, answer in blown.answers.items():
         check_greedy(reference, wanted[index], answer.token_ids)
         kind = blown.kinds.get(index)
-        if kind is None:
-            assert len(answer.token_ids) == NEW_TOKENS
+        if kind is None or answer.reason == "length":
+            assert len(answer.token_ids) == blown.wanted_tokens(index)
             assert answer.reason == "length"
-        elif answer.reason != "length":
+        else:
             assert answer.reason == "abort" if kind == "abort" else answer.reason in ("", "abort")
             cut_short += 1
-    assert cut_short > NUM_VICTIMS // 3, "the storm struck too late to disturb anything"
-    print(f"seed {seed}: {cut_short} of {NUM_VICTIMS} victims cut short, {NUM_REQUESTS - NUM_VICTIMS} others exact")
+    assert cut_short > size.victims // 4, "the storm struck too late to disturb anything"
+    said = f"{cut_short} of {size.victims} victims cut short, {size.requests - size.victims} others exact"
+    print(f"{size.requests} requests, seed {seed}: {said}")
 
 
 def test_a_storm_touches_nobody_else_and_leaves_nothing(mesh: RunningMesh, reference: Any) -> None:
-    check_storm(mesh, reference, seed=1)
+    check_storm(mesh, reference, SIXTY, seed=1)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_more_storms(mesh: RunningMesh, reference: Any, seed: int) -> None:
-    check_storm(mesh, reference, seed)
+    check_storm(mesh, reference, SIXTY, seed)
+
+
+@pytest.mark.full
+def test_a_storm_over_five_hundred_requests(mesh: RunningMesh, reference: Any) -> None:
+    check_storm(mesh, reference, FIVE_HUNDRED, seed=1)
 
 
 def test_a_deadline_ends_the_request_everywhere(mesh: RunningMesh) -> None:

@@ -121,3 +121,51 @@ def test_the_trace_shows_microbatches_side_by_side_steps_ahead_of_their_data_and
     assert found.concurrent_microbatches > 0
     assert found.steps_ahead > 0.5 * found.steps > 0
     assert found.writes_under_compute > 0
+
+
+SCRIPTS = (
+    "Repeat after me: 👩‍👩‍👧‍👦🏳️‍🌈🗼🇫🇷 👍🏽 and again: 👩‍👩‍👧‍👦🏳️‍🌈🗼🇫🇷 👍🏽 and again:",
+    "東京は日本の首都です。東京は日本の",
+    "é ñ ü ạ̈ é ñ ü ạ̈ é ñ",
+    "مرحبا بالعالم مرحبا",
+)
+
+
+def test_streamed_text_is_whole_characters_and_adds_up_to_the_text_of_all_tokens(mesh: RunningMesh) -> None:
+    async def follow(client: Client, script: str, seed: int) -> tuple[list[int], list[str]]:
+        from stagemesh.shared.pb import generator_pb2
+
+        ids, pieces = list[int](), list[str]()
+        request = generator_pb2.GenerateRequest(text=script, max_tokens=40, temperature=1.3, seed=seed, ignore_eos=True)
+        async for response in client.receive("Generate", request, timeout_s=120):
+            ids += response.token_ids
+            pieces.append(response.text)
+        return ids, pieces
+
+    async def ask() -> list[tuple[list[int], list[str]]]:
+        async with Client(mesh.router, GENERATOR) as client, asyncio.TaskGroup() as group:
+            tasks = [group.create_task(follow(client, s, n)) for n, s in enumerate(SCRIPTS)]
+        return [task.result() for task in tasks]
+
+    tokenizer = open_model("smollm2").tokenizer()
+    for ids, pieces in asyncio.run(ask()):
+        assert "".join(pieces) == tokenizer.decode(ids)
+        assert all(not piece.endswith("\ufffd") for piece in pieces[:-1])
+
+
+def test_a_stop_string_split_over_tokens_is_cut_out(mesh: RunningMesh) -> None:
+    async def ask(**options: Any) -> Answer:
+        from stagemesh.shared.pb import generator_pb2
+
+        request = generator_pb2.GenerateRequest(max_tokens=48, **options)
+        request.chat.messages.add(role="user", content="Count from one to ten in words.")
+        async with Client(mesh.router, GENERATOR) as client:
+            return await generate(client, request)
+
+    plain = asyncio.run(ask())
+    words = plain.text.split()
+    stop = f"{words[2][1:]} {words[3][:2]}"  # from the middle of a word into the next
+    cut = asyncio.run(ask(stop=[stop]))
+    assert cut.text == plain.text[: plain.text.index(stop)]
+    assert cut.reason == "stop"
+    assert len(cut.token_ids) < len(plain.token_ids)

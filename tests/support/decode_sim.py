@@ -61,6 +61,14 @@ class SimRequest:
         return bool(self.pages) and not self.committed and not self.closed
 
     @property
+    def holding(self) -> bool:
+        """It has pages here, or steps to come. Right after a poll."""
+        over = self.gone or self.end is not None
+        return (
+            bool(self.pages) and not over and not (self.committed and self.first_token and len(self.expected[0]) == 1)
+        )
+
+    @property
     def expected(self) -> tuple[list[int], SequenceEnd]:
         """The new tokens of an undisturbed run, the first one (which is not made here) included."""
         tokens: list[int] = []
@@ -201,6 +209,7 @@ class DecodeSim:
             self._admit(admission)
         for request in self.requests:
             request.silent |= request.aborted
+        assert sum(request.holding for request in self.requests) <= self.max_running
         self.progress += bool(actions.commands or actions.admissions)
         self.scheduler.check_integrity()
 

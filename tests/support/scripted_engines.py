@@ -1,5 +1,6 @@
-"""`python -m tests.support.scripted_engines CONFIG [STEPS_PER_S]`: a broker, a prefill head and a decode head that
-compute nothing. They answer as fast as a router takes it, or at a pace; for measuring the router alone.
+"""`python -m tests.support.scripted_engines CONFIG STREAMS PACE`: a broker, a prefill head and a decode head that
+compute nothing; for measuring the router alone. Decode begins when STREAMS sequences are there and makes PACE steps a
+second, or with 0 as many as a router takes.
 
 Says `ready` on stdout and ends when its stdin does. Every step of decode is one message with a token for each live
 sequence. Tokens are those of a text, so that they are as hard to decode as real ones.
@@ -92,11 +93,12 @@ class DecodeScript:
 
     ReservePages = CommitTicket = CloseTicket = staticmethod(_refuse)
 
-    def __init__(self, token_ids: list[int], steps_per_s: float) -> None:
-        self._token_ids, self._interval_s = token_ids, 1.0 / steps_per_s if steps_per_s else 0.0
+    def __init__(self, token_ids: list[int], num_streams: int, pace: float) -> None:
+        self._token_ids, self._num_streams = token_ids, num_streams
+        self._interval_s = 1.0 / pace if pace else 0.0
 
     async def Session(self, messages: Messages, context: Any) -> None:  # noqa: N802
-        live = LiveSequences(self._token_ids)
+        live = LiveSequences(self._token_ids, self._num_streams)
         steps: asyncio.Queue[instance_pb2.SessionDown] = asyncio.Queue(MAX_QUEUED)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._make(live, steps)), group.create_task(self._send(steps, context))]
@@ -109,7 +111,7 @@ class DecodeScript:
         loop = asyncio.get_running_loop()
         due_s = loop.time()
         while True:
-            await live.some.wait()
+            await live.complete.wait()
             await steps.put(live.step())
             due_s = max(due_s + self._interval_s, loop.time() - 1.0)
             await asyncio.sleep(max(0.0, due_s - loop.time()))
@@ -120,13 +122,14 @@ class DecodeScript:
 
 
 class LiveSequences:
-    """Those whose first token has come, with what is left to make."""
+    """Those whose first token has come, with what is left to make. `complete` from when all are there to when all have
+    ended."""
 
-    def __init__(self, token_ids: list[int]) -> None:
-        self._token_ids = token_ids
+    def __init__(self, token_ids: list[int], num_streams: int) -> None:
+        self._token_ids, self._num_streams = token_ids, num_streams
         self._wanted: dict[str, int] = {}
         self._left: dict[str, int] = {}
-        self.some = asyncio.Event()
+        self.complete = asyncio.Event()
 
     def take(self, message: instance_pb2.SessionUp) -> None:
         match message.WhichOneof("kind"):
@@ -154,7 +157,10 @@ class LiveSequences:
         return made
 
     def _note(self) -> None:
-        (self.some.set if self._left else self.some.clear)()
+        if len(self._left) == self._num_streams:
+            self.complete.set()
+        elif not self._left:
+            self.complete.clear()
 
 
 def _info(name: str, role: Role, address: str, model: ModelConfig) -> InstanceInfo:
@@ -162,7 +168,7 @@ def _info(name: str, role: Role, address: str, model: ModelConfig) -> InstanceIn
     return InstanceInfo(InstanceRef(name, 1), role, address, manifest, ())
 
 
-async def serve(config: Config, steps_per_s: float) -> None:
+async def serve(config: Config, num_streams: int, pace: float) -> None:
     source = open_model(config.model.spec)
     token_ids = source.tokenizer().encode(TEXT)
     (prefill,), (decode,) = config.of_role("prefill"), config.of_role("decode")
@@ -172,7 +178,7 @@ async def serve(config: Config, steps_per_s: float) -> None:
     ]
     servers = {
         prefill.stages[0]: Server({INSTANCE: PrefillScript(token_ids)}),
-        decode.stages[0]: Server({INSTANCE: DecodeScript(token_ids, steps_per_s)}),
+        decode.stages[0]: Server({INSTANCE: DecodeScript(token_ids, num_streams, pace)}),
         config.broker.listen: Server({BROKER: ScriptedBroker(instances)}),
     }
     async with AsyncExitStack() as stack:
@@ -186,4 +192,4 @@ async def serve(config: Config, steps_per_s: float) -> None:
 
 
 if __name__ == "__main__":
-    run(serve(load_config(Path(sys.argv[1]), {}), float(sys.argv[2]) if len(sys.argv) > 2 else 0.0))
+    run(serve(load_config(Path(sys.argv[1]), {}), int(sys.argv[2]), float(sys.argv[3])))

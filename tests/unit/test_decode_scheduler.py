@@ -250,7 +250,11 @@ def test_admission_is_first_come_first_served_but_waits_for_nobody_unannounced()
 
 def test_no_more_are_admitted_than_may_run() -> None:
     sim = DecodeSim(num_stages=1, num_pages=20, max_running=2)
-    requests = [reserved(sim, prompt_tokens=4, max_tokens=3) for _ in range(3)]
+    requests = [sim.new_request(4, SamplingParams(max_tokens=3)) for _ in range(3)]
+    for request in requests:
+        sim.submit(request)
+        sim.reserve(request)
+    sim.poll()
     assert [bool(request.pages) for request in requests] == [True, True, False]
     finish(sim)
 

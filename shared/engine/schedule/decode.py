@@ -9,6 +9,9 @@ pointing at that step's. A sequence that turns out to have ended wastes at most 
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +35,7 @@ from stagemesh.shared.engine.issuer import Issuer
 from stagemesh.shared.engine.microbatch import Microbatches
 from stagemesh.shared.engine.pages import PageAllocator, pages_for
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput, end_after
+from stagemesh.shared.engine.schedule.stats import DecodeStats
 from stagemesh.shared.errors import Bug
 from stagemesh.shared.fsm.sequence import SEQUENCE, SequenceEvent, SequenceState
 
@@ -48,8 +52,11 @@ class DecodeSequence:
     ticket_id: str
     handle: int
     state: SequenceState = SequenceState.WAITING
+    arrived_s: float = field(default_factory=time.monotonic)  # for people and metrics, as is `since_s`
+    since_s: float = field(default_factory=time.monotonic)  # in this state
     pages: list[int] = field(default_factory=list)
     committed: bool = False
+    committed_s: float = 0.0
     first_token: int | None = None
     issued: int = 0
     received: int = 0
@@ -76,6 +83,15 @@ class DecodeSequence:
 
     def move(self, event: SequenceEvent) -> None:
         self.state = SEQUENCE.advance(str(self.request), self.state, event)
+        self.since_s = time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Somebody waits for pages for the prompt of `request`, since `since_s`."""
+
+    request: RequestRef
+    since_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +119,13 @@ class DecodeScheduler:
     ) -> None:
         self.pages = PageAllocator(num_pages)
         self.issuer = Issuer(self.pages)
+        self.stats = DecodeStats()
         self.microbatches = Microbatches(num_microbatches)
         self._page_size, self._max_running, self._run_ahead = page_size, max_running, run_ahead
         self._by_request: dict[RequestRef, DecodeSequence] = {}
         self._by_handle: dict[int, DecodeSequence] = {}
         self._by_ticket: dict[str, DecodeSequence] = {}
-        self._reserving: dict[str, RequestRef] = {}  # tickets that wait for pages, oldest first
+        self._reserving: dict[str, Asked] = {}  # tickets that wait for pages, oldest first
         self._actions = DecodeActions()
 
     # -- events --
@@ -128,7 +145,7 @@ class DecodeScheduler:
 
     def reserve(self, ticket_id: str, request: RequestRef) -> None:
         """The broker asks for the pages of a prompt. Answered by an Admission, now or later."""
-        self._reserving[ticket_id] = request
+        self._reserving[ticket_id] = Asked(request, time.monotonic())
 
     def cancel_reserve(self, ticket_id: str) -> None:
         self._reserving.pop(ticket_id, None)
@@ -139,7 +156,7 @@ class DecodeScheduler:
         sequence = self._by_ticket.get(ticket_id)
         if sequence is None or sequence.state is not SequenceState.RESERVED:
             return False
-        sequence.committed = True
+        sequence.committed, sequence.committed_s = True, time.monotonic()
         self._start_if_ready(sequence)
         return True
 
@@ -180,7 +197,9 @@ class DecodeScheduler:
             sequence.in_flight -= 1
             if not sequence.over:
                 self._receive(sequence, token_id, logprobs.get(row))
-            elif not sequence.in_flight:
+                continue
+            self.stats.wasted_rows += 1
+            if not sequence.in_flight:
                 self._forget(sequence)  # the row that it wasted was its last
 
     def applied(self, number: int) -> None:
@@ -203,8 +222,8 @@ class DecodeScheduler:
         budgeted = sum(self._budget(s) for s in self._by_handle.values() if s.pages)
         available = self.pages.num_pages - self.pages.num_quarantined - self.issuer.num_freeing - budgeted
         admitted = sum(1 for s in self._by_handle.values() if s.state in _HOLDING)
-        for ticket_id, request in list(self._reserving.items()):
-            sequence = self._by_request.get(request)
+        for ticket_id, asked in list(self._reserving.items()):
+            sequence = self._by_request.get(asked.request)
             if sequence is None or sequence.ticket_id != ticket_id:
                 continue
             need = self._budget(sequence)
@@ -217,9 +236,10 @@ class DecodeScheduler:
         pages = self.pages.allocate(pages_for(sequence.prompt_tokens, self._page_size))
         if pages is None:
             raise Bug(f"{sequence.request}: admitted, but there are no pages for its prompt")
-        del self._reserving[sequence.ticket_id]
+        asked = self._reserving.pop(sequence.ticket_id)
         sequence.pages = pages
         sequence.move(SequenceEvent.RESERVE)
+        self.stats.reserve_wait.record(sequence.since_s - asked.since_s)
         self._actions.admissions.append(Admission(sequence.ticket_id, tuple(pages)))
 
     def _next_step(self) -> Command | None:
@@ -246,6 +266,8 @@ class DecodeScheduler:
             if sequence.source is None:
                 assert sequence.first_token is not None
                 tokens.append(sequence.first_token)
+                self.stats.first_step_wait.record(time.monotonic() - sequence.committed_s)
+        self.stats.step_rows.record(len(sequences))
         number = self.issuer.steps_issued + 1
         for at, sequence in enumerate(sequences):
             sequence.source = (number, at)
@@ -276,6 +298,7 @@ class DecodeScheduler:
 
     def _receive(self, sequence: DecodeSequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         sequence.received += 1
+        self.stats.decoded_tokens += 1
         end = end_after(sequence.sampling, token_id, sequence.received)
         told = () if logprobs is None else (logprobs,)
         self._actions.outputs.append(SequenceOutput(sequence.request, (token_id,), end, logprobs=told))
@@ -318,6 +341,21 @@ class DecodeScheduler:
         sources = [s.source[0] for s in self._by_handle.values() if s.source]
         out = [number for step in self.issuer.outstanding.values() for number in step.source_steps]
         return min(sources + out, default=self.issuer.steps_issued + 1)
+
+    @property
+    def sequences(self) -> Iterable[DecodeSequence]:
+        """In order of arrival; also those that are over but have something in flight."""
+        return self._by_handle.values()
+
+    @property
+    def reserving(self) -> Mapping[str, Asked]:
+        """Tickets that wait for pages, oldest first."""
+        return self._reserving
+
+    @property
+    def by_state(self) -> dict[str, int]:
+        counts = Counter(sequence.state for sequence in self.sequences)
+        return {state.value: counts[state] for state in SequenceState}
 
     @property
     def load(self) -> InstanceLoad:

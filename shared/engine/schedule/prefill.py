@@ -9,7 +9,9 @@ A prompt without a ticket (one new token asked for) starts at once and is over w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +23,7 @@ from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.issuer import Issuer
 from stagemesh.shared.engine.pages import PageAllocator, pages_for
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput, end_after
+from stagemesh.shared.engine.schedule.stats import PrefillStats
 from stagemesh.shared.errors import Bug
 from stagemesh.shared.fsm.sequence import SEQUENCE, SequenceEvent, SequenceState
 
@@ -36,7 +39,10 @@ class PrefillSequence:
     group: str
     handle: int
     state: SequenceState = SequenceState.WAITING
+    arrived_s: float = field(default_factory=time.monotonic)  # for people and metrics, as is `since_s`
+    since_s: float = field(default_factory=time.monotonic)  # in this state
     asked: bool = False  # the decode side, for pages
+    asked_s: float | None = None  # for the first time
     announced: bool = False  # to the broker, that writes are near
     filled: bool = False  # the broker has taken note
     cancelled: bool = False  # its KV is to be sent no further
@@ -60,6 +66,7 @@ class PrefillSequence:
 
     def move(self, event: SequenceEvent) -> None:
         self.state = SEQUENCE.advance(str(self.request), self.state, event)
+        self.since_s = time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,7 @@ class PrefillScheduler:
     ) -> None:
         self.pages = PageAllocator(num_pages)
         self.issuer = Issuer(self.pages)
+        self.stats = PrefillStats()
         self._page_size, self._pp_size, self._chunk_size = page_size, pp_size, chunk_size
         self._max_sequences, self._reserve_ahead = max_sequences, reserve_ahead
         self._max_steps = pp_size + run_ahead
@@ -129,6 +137,8 @@ class PrefillScheduler:
             return
         sequence.send = SendPlan(ticket_id, len(sequence.tokens), pages, targets)
         sequence.move(SequenceEvent.RESERVE)
+        if sequence.asked_s is not None:
+            self.stats.reserve_wait.record(sequence.since_s - sequence.asked_s)
 
     def ask_again(self, ticket_id: str) -> None:
         """The decode side had no pages within the deadline."""
@@ -171,6 +181,7 @@ class PrefillScheduler:
                 end = end_after(sequence.sampling, token_id, 1)
                 told = (logprobs[at],) if at in logprobs else ()
                 self._actions.outputs.append(SequenceOutput(sequence.request, (token_id,), end, logprobs=told))
+                self.stats.prefill.record(time.monotonic() - sequence.since_s)
                 sequence.move(SequenceEvent.FINISH)
             self._forget_if_done(sequence)
 
@@ -238,12 +249,14 @@ class PrefillScheduler:
             tokens.append(sequence.tokens[sequence.issued : sequence.issued + count])
             sequence.issued += count
             sequence.in_flight += 1
+        self.stats.chunk_tokens.record(sum(count for _, count in parts))
         return self.issuer.issue_step(0, rows, np.concatenate(tokens))
 
     def _ask_ahead(self) -> None:
         """Asks for pages for the prompts that start next: two chunks' worth for each decode instance, and at least
         `reserve_ahead` of them. Announces the writes of those that have their pages and start with the next chunk."""
         ahead: dict[str, tuple[int, int]] = {}
+        with_pages = 0  # tokens of the prompts before that have theirs: those that have none hold nobody up
         for sequence in self._by_request.values():
             if not sequence.ticket_id or sequence.over or sequence.state is SequenceState.RUNNING:
                 continue
@@ -253,10 +266,13 @@ class PrefillScheduler:
             ahead[sequence.group] = (count + 1, tokens + len(sequence.tokens))
             if not sequence.asked:
                 sequence.asked = True
+                sequence.asked_s = sequence.asked_s or time.monotonic()
                 self._actions.reserve.append(sequence.ticket_id)
-            if sequence.state is SequenceState.RESERVED and not sequence.announced and tokens < self._chunk_size:
-                sequence.announced = True
-                self._actions.fill.append(sequence.ticket_id)
+            if sequence.state is SequenceState.RESERVED:
+                if not sequence.announced and with_pages < self._chunk_size:
+                    sequence.announced = True
+                    self._actions.fill.append(sequence.ticket_id)
+                with_pages += len(sequence.tokens)
 
     # -- a sequence's way --
 
@@ -282,6 +298,16 @@ class PrefillScheduler:
             self.issuer.drop(sequence.handle, sequence.pages)
 
     # -- views --
+
+    @property
+    def sequences(self) -> Iterable[PrefillSequence]:
+        """In order of arrival; also those that are over but have something in flight."""
+        return self._by_request.values()
+
+    @property
+    def by_state(self) -> dict[str, int]:
+        counts = Counter(sequence.state for sequence in self.sequences)
+        return {state.value: counts[state] for state in SequenceState}
 
     @property
     def load(self) -> InstanceLoad:

@@ -140,7 +140,9 @@ class CpuPlan:
         self._places = pool.view(-1, *pool.shape[4:])
 
     def attend(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
-        self._places.index_copy_(0, self._slots[layer], key_value.transpose(0, 1).flatten(0, 1))
+        # a group's padding reads other sequences' places with weight 0, and 0 times NaN would be NaN
+        finite = key_value.nan_to_num()
+        self._places.index_copy_(0, self._slots[layer], finite.transpose(0, 1).flatten(0, 1))
         if len(self._decodes) == 1 and self._decodes[0].tokens is None:
             return self._decode(self._decodes[0], layer, query)
         out = torch.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype)

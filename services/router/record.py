@@ -1,0 +1,147 @@
+"""What the router counts of its requests, and which are under way.
+
+arrived --tokenized--> live --ticket, first token--> ended, with one outcome
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+from stagemesh.services.router.request import LiveRequest
+from stagemesh.shared.engine.schedule.stats import waits
+from stagemesh.shared.errors import Exhausted, Rejected
+from stagemesh.shared.obs import metrics
+from stagemesh.shared.obs.entry import Detail, Entry
+from stagemesh.shared.obs.metrics import Sample, by_label
+from stagemesh.shared.obs.tally import Tally
+
+
+class Outcome(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    REJECTED = "rejected"
+    CLIENT_GONE = "client_gone"
+    EXHAUSTED = "exhausted"
+
+
+TOKEN_BOUNDS_S = (0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
+ANSWERED = frozenset({Outcome.STOP, Outcome.LENGTH})
+
+
+def outcome_of(live: LiveRequest | None, error: BaseException | None) -> Outcome:
+    """How a request has ended: by what ended its answer, else by what its handler raised."""
+    if live is not None and live.ending is not None:
+        return Outcome.ABORT if live.ending.end is None else Outcome(live.ending.end.value)
+    match error:
+        case Rejected():
+            return Outcome.REJECTED
+        case Exhausted():
+            return Outcome.EXHAUSTED
+        case asyncio.CancelledError() | GeneratorExit():
+            return Outcome.CLIENT_GONE
+    return Outcome.ERROR
+
+
+class RequestRecord:
+    """One request's times, from its arrival on. `live` is set once it has been tokenized."""
+
+    def __init__(self) -> None:
+        self.arrived_s = time.monotonic()
+        self.request_id = "(not admitted)"
+        self.live: LiveRequest | None = None
+        self._waits_for_ticket = self._waits_for_token = True
+
+    def note(self, ticket: Tally, first_token: Tally) -> None:
+        """Records what has come since the last call."""
+        live = self.live
+        if live is None:
+            return
+        if self._waits_for_ticket and live.ticket_s is not None:
+            self._waits_for_ticket = False
+            ticket.record(live.ticket_s)
+        if self._waits_for_token and live.first_token_s is not None:
+            self._waits_for_token = False
+            first_token.record(live.started_s - self.arrived_s + live.first_token_s)
+
+    def describe(self, now_s: float) -> Entry:
+        if self.live is None:
+            return Entry("request", self.request_id, now_s - self.arrived_s, "tokenizing", "a thread")
+        phase, waits_for, on = self.live.waits
+        details: dict[str, Detail] = {
+            "prompt_tokens": len(self.live.token_ids),
+            "tokens": f"{self.live.completion_tokens}/{self.live.sampling.max_tokens}",
+            "instances": ",".join(self.live.instances),
+        }
+        return Entry("request", str(self.live.ref), now_s - self.arrived_s, phase, waits_for, on, details)
+
+
+class RouterRecords:
+    """Only the loop's thread touches it."""
+
+    def __init__(self) -> None:
+        self._open: set[RequestRecord] = set()
+        self._ended = dict.fromkeys(Outcome, 0)
+        self._prompt_tokens = self._ended_tokens = 0
+        self._tokenize, self._ticket, self._first_token, self._total = waits(), waits(), waits(), waits()
+        self._per_token = Tally(TOKEN_BOUNDS_S)
+
+    @contextmanager
+    def request(self) -> Iterator[RequestRecord]:
+        """The life of a request's handler."""
+        record, error = RequestRecord(), None
+        self._open.add(record)
+        try:
+            yield record
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._open.discard(record)
+            self._close(record, error)
+
+    def tokenized(self, record: RequestRecord) -> None:
+        """Its prompt was text, and is token ids now."""
+        self._tokenize.record(time.monotonic() - record.arrived_s)
+
+    def taken(self, record: RequestRecord, live: LiveRequest) -> None:
+        """It is valid, and goes its way."""
+        record.live = live
+        self._prompt_tokens += len(live.token_ids)
+
+    def _close(self, record: RequestRecord, error: BaseException | None) -> None:
+        record.note(self._ticket, self._first_token)
+        outcome, live = outcome_of(record.live, error), record.live
+        self._ended[outcome] += 1
+        if live is None:
+            return
+        self._ended_tokens += live.delivered_tokens
+        if outcome not in ANSWERED:
+            return
+        now_s = time.monotonic()
+        self._total.record(now_s - record.arrived_s)
+        if live.completion_tokens > 1 and live.first_token_s is not None:
+            self._per_token.record((now_s - live.started_s - live.first_token_s) / (live.completion_tokens - 1))
+
+    def measure(self) -> Iterator[Sample]:
+        for record in self._open:
+            record.note(self._ticket, self._first_token)
+        under_way = sum(record.live.delivered_tokens for record in self._open if record.live is not None)
+        tokens = {"prompt": self._prompt_tokens, "generated": self._ended_tokens + under_way}
+        yield from by_label(metrics.REQUESTS, {outcome.value: count for outcome, count in self._ended.items()})
+        yield from by_label(metrics.TOKENS, tokens)
+        yield Sample(metrics.LIVE_REQUESTS, len(self._open))
+        yield Sample(metrics.TIME_TO_FIRST_TOKEN, self._first_token.snapshot())
+        yield Sample(metrics.TIME_PER_OUTPUT_TOKEN, self._per_token.snapshot())
+        yield Sample(metrics.REQUEST_SECONDS, self._total.snapshot())
+        yield Sample(metrics.TOKENIZE_SECONDS, self._tokenize.snapshot())
+        yield Sample(metrics.TICKET_SECONDS, self._ticket.snapshot())
+
+    def describe(self, now_s: float) -> Iterator[Entry]:
+        """Every request that is not over. `now_s` is CLOCK_MONOTONIC."""
+        return (record.describe(now_s) for record in self._open)

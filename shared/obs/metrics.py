@@ -1,0 +1,146 @@
+"""Every metric of every process: name, unit, meaning, labels. Nothing else declares one.
+
+what a process measures --once a second, on its loop--> samples --> Exposition --> /metrics
+
+Labels have few values: who says it (its scope), and the states and outcomes of our tables. Never a request's id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from stagemesh.shared.obs.tally import Distribution
+
+PREFIX: Final = "stagemesh_"
+
+
+class Kind(Enum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Scope(Enum):
+    """The labels that say who speaks. A label that does not apply is empty, which Prometheus takes as absent."""
+
+    MESH = ()
+    INSTANCE = ("role", "instance")
+    PROCESS = ("role", "instance", "pp_rank")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Counters get `_total` when they are shown."""
+
+    kind: Kind
+    name: str
+    help: str
+    scope: Scope
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """`labels` are the values of the metric's own labels. A histogram's value is a Distribution."""
+
+    metric: Metric
+    value: float | Distribution
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a process is: router, broker, or a stage."""
+
+    role: str
+    instance: str = ""
+    pp_rank: int | None = None
+
+    def values(self, scope: Scope) -> tuple[str, ...]:
+        rank = "" if self.pp_rank is None else str(self.pp_rank)
+        return (self.role, self.instance, rank)[: len(scope.value)]
+
+
+def by_label(metric: Metric, values: Mapping[str, float]) -> Iterable[Sample]:
+    """One sample for each value of the metric's only label."""
+    return [Sample(metric, value, (label,)) for label, value in values.items()]
+
+
+_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+_M, _I, _P = Scope.MESH, Scope.INSTANCE, Scope.PROCESS
+
+# -- router --
+REQUESTS = Metric(_C, "requests", "Requests that have ended, by how.", _M, ("outcome",))
+LIVE_REQUESTS = Metric(_G, "live_requests", "Requests that are not over.", _M)
+TOKENS = Metric(_C, "tokens", "Tokens of prompts taken, and of answers passed on to clients.", _M, ("kind",))
+TIME_TO_FIRST_TOKEN = Metric(
+    _H, "time_to_first_token_seconds", "From a request's arrival to its first token, here in the router.", _M
+)
+TIME_PER_OUTPUT_TOKEN = Metric(
+    _H, "time_per_output_token_seconds", "Mean time between the tokens of a request that ended well.", _M
+)
+REQUEST_SECONDS = Metric(_H, "request_seconds", "From a request's arrival to its end, for those that ended well.", _M)
+TOKENIZE_SECONDS = Metric(_H, "tokenize_seconds", "Making token ids of a prompt, with the wait for a thread.", _M)
+TICKET_SECONDS = Metric(_H, "ticket_seconds", "From a tokenized prompt to its ticket: placement and the broker.", _M)
+
+# -- broker --
+TICKETS = Metric(_G, "tickets", "KV transfers that are not closed, by state.", _M, ("state",))
+TICKETS_CLOSED = Metric(_C, "tickets_closed", "KV transfers that are over, by how.", _M, ("outcome",))
+INSTANCES = Metric(_G, "instances", "Instances in the directory.", _M, ("role",))
+WATCHERS = Metric(_G, "watchers", "Streams that follow the directory: routers and heads.", _M)
+
+# -- heads --
+SEQUENCES = Metric(
+    _G,
+    "sequences",
+    "Sequences of an instance, by state; those that are over wait for what is in flight.",
+    _I,
+    ("state",),
+)
+RESERVE_WAIT = Metric(
+    _H,
+    "reserve_wait_seconds",
+    "From asking for pages on the decode side to having them, as seen by the prompt (prefill), the broker and the "
+    "allocator (decode).",
+    _I,
+)
+PREFILL_SECONDS = Metric(_H, "prefill_seconds", "From a prompt's first chunk to its first token.", _I)
+CHUNK_TOKENS = Metric(_H, "chunk_tokens", "Prompt tokens of a prefill step.", _I)
+FIRST_STEP_WAIT = Metric(_H, "first_step_wait_seconds", "From a ticket's commit to the sequence's first step.", _I)
+STEP_ROWS = Metric(_H, "step_rows", "Sequences in a decode step.", _I)
+MICROBATCHES = Metric(_G, "microbatches_in_flight", "Microbatches with a step outstanding.", _I)
+DECODED_TOKENS = Metric(_C, "decoded_tokens", "Tokens that decode steps made and a sequence took.", _I)
+WASTED_ROWS = Metric(_C, "wasted_rows", "Rows of decode steps whose sequence was over when they came back.", _I)
+PAGES = Metric(_G, "pages", "KV pages of an instance, by where they are; they add up to pool_pages.", _I, ("state",))
+POOL_PAGES = Metric(_G, "pool_pages", "KV pages of an instance.", _I)
+STEPS_ISSUED = Metric(_C, "steps_issued", "Steps that the head has issued.", _I)
+STEPS_OUTSTANDING = Metric(_G, "steps_outstanding", "Steps whose result is not back.", _I)
+COMMANDS_UNACKNOWLEDGED = Metric(_G, "commands_unacknowledged", "Commands that not every stage has applied.", _I)
+SESSIONS = Metric(_G, "sessions", "Routers connected to the head.", _I)
+
+# -- stages --
+STAGE_STEPS = Metric(_C, "stage_steps", "Steps that the stage has run.", _P)
+FORWARD_SECONDS = Metric(_C, "forward_seconds", "Time in which the stage ran a step.", _P)
+BUBBLE_SECONDS = Metric(
+    _C, "bubble_seconds", "Time in which the stage had nothing to run though sequences were on it.", _P
+)
+HOP_SECONDS = Metric(_C, "hop_seconds", "Time that activations took to the next stage.", _P)
+HOPS = Metric(_C, "hops", "Steps whose activations went to the next stage.", _P)
+RESIDENTS = Metric(_G, "residents", "Sequences on the stage.", _P)
+QUEUED_COMMANDS = Metric(_G, "queued_commands", "Commands that the stage has not begun.", _P)
+KV_BYTES = Metric(_C, "kv_bytes", "Bytes of KV known to have arrived at decode stages.", _P)
+KV_PIECES = Metric(_C, "kv_pieces", "Pieces of KV in writes that are done.", _P)
+KV_SECONDS = Metric(_C, "kv_seconds", "Time that KV writes took, added up over writes that run at once.", _P)
+KV_WRITES = Metric(_C, "kv_writes", "KV writes that are over, by how.", _P, ("state",))
+KV_IN_DOUBT = Metric(_C, "kv_in_doubt", "KV writes that failed without proof that no byte arrives any more.", _P)
+
+# -- every process --
+LOOP_LAG = Metric(_H, "loop_lag_seconds", "How much later than asked the event loop ran a callback, sampled.", _P)
+LOOP_LAG_MAX = Metric(_G, "loop_lag_max_seconds", "The worst of loop_lag_seconds since the start.", _P)
+INTEGRITY_VIOLATION = Metric(_G, "integrity_violation", "1 if an invariant did not hold when last checked.", _P)
+SAMPLED = Metric(
+    _G, "sampled_timestamp_seconds", "Unix time of these samples: it stands still when the event loop does.", _P
+)

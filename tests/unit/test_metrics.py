@@ -1,0 +1,317 @@
+"""Metrics without a mesh: counting, exposition over HTTP, sampling, and where the time of a stage goes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagemesh.services.router.record import Outcome, RouterRecords
+from stagemesh.services.router.request import LiveRequest
+from stagemesh.shared.config import MetricsSection
+from stagemesh.shared.core.identity import InstanceRef, RequestRef
+from stagemesh.shared.core.sampling import SamplingParams
+from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
+from stagemesh.shared.errors import Bug, Exhausted, Rejected, Retryable
+from stagemesh.shared.obs import metrics
+from stagemesh.shared.obs.exposition import Exposition, serve_metrics
+from stagemesh.shared.obs.log import configure
+from stagemesh.shared.obs.metrics import Identity, Kind, Metric, Sample, Scope, by_label
+from stagemesh.shared.obs.tally import INFINITY, Distribution, Tally
+from stagemesh.shared.runtime.loop import LagSampler
+from stagemesh.shared.runtime.monitor import BUSY_CHECK_S, IDLE_CHECK_S, Monitor
+from stagemesh.shared.runtime.notify import Notifier
+from stagemesh.shared.runtime.notify_socket import NotifySocket
+from stagemesh.shared.stage.occupancy import Activity, Occupancy
+from tests.support.scrape import Scrape, fetch
+
+DECLARED = [value for value in vars(metrics).values() if isinstance(value, Metric)]
+
+
+@given(st.lists(st.floats(-1, 20)))
+def test_a_tally_counts_each_value_under_every_bound_that_is_not_below_it(values: list[float]) -> None:
+    tally = Tally((0.5, 1.0, 10.0))
+    for value in values:
+        tally.record(value)
+    seen = tally.snapshot()
+    assert seen.buckets == tuple(
+        (bound, sum(value <= bound for value in values)) for bound in (0.5, 1.0, 10.0, INFINITY)
+    )
+    assert seen.count == tally.count == sum(tally.counts) == len(values)
+    assert seen.total == pytest.approx(sum(values))
+
+
+@pytest.mark.parametrize("bounds", [(), (1.0, 1.0), (2.0, 1.0)])
+def test_bounds_must_rise(bounds: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="must rise"):
+        Tally(bounds)
+
+
+def test_every_metric_is_declared_once_and_says_its_unit() -> None:
+    names = [metric.name for metric in DECLARED]
+    assert len(set(names)) == len(names) > 30
+    for metric in DECLARED:
+        assert not metric.name.endswith("_total"), "it is added when the metric is shown"
+        assert metric.help.endswith(".") or ":" in metric.help
+        assert not {"request_id", "ticket_id", *metric.scope.value} & set(metric.labels)
+
+
+def scrape(exposition: Exposition) -> Scrape:
+    async def serve() -> str:
+        async with AsyncExitStack() as stack:
+            address = await serve_metrics(stack, exposition.registry, "127.0.0.1", 0)
+            return await asyncio.to_thread(fetch, address)
+
+    return Scrape(asyncio.run(serve()))
+
+
+def test_samples_are_shown_with_the_labels_of_their_process() -> None:
+    exposition, tally = Exposition(Identity("decode", "decode-0", 1)), Tally((1.0, 2.0))
+    tally.record(1.5)
+    exposition.publish([Sample(metrics.STAGE_STEPS, 1)])
+    exposition.publish(  # in place of all that was published before
+        [
+            *by_label(metrics.PAGES, {"free": 3, "used": 4}),
+            Sample(metrics.FORWARD_SECONDS, 2.5),
+            Sample(metrics.STEP_ROWS, tally.snapshot()),
+            Sample(metrics.WATCHERS, 5),
+        ]
+    )
+    seen = scrape(exposition)
+    assert seen.of("pages", "state") == {"free": 3, "used": 4}
+    assert seen.labels("forward_seconds_total") == [{"role": "decode", "instance": "decode-0", "pp_rank": "1"}]
+    assert seen.value("forward_seconds_total") == 2.5
+    assert seen.of("step_rows_bucket", "le") == {"1.0": 0, "2.0": 1, "+Inf": 1}
+    assert (seen.value("step_rows_sum"), seen.value("step_rows_count")) == (1.5, 1)
+    assert seen.labels("watchers") == [{}]
+    assert seen.process_value("resident_memory_bytes") > 0
+    with pytest.raises(KeyError):
+        seen.value("stage_steps_total")
+
+
+def test_every_declared_metric_can_be_shown() -> None:
+    exposition, empty = Exposition(Identity("router")), Tally((1.0,)).snapshot()
+    exposition.publish(
+        Sample(metric, empty if metric.kind is Kind.HISTOGRAM else 0, ("x",) * len(metric.labels))
+        for metric in DECLARED
+    )
+    seen, suffix = scrape(exposition), {Kind.COUNTER: "_total", Kind.HISTOGRAM: "_count", Kind.GAUGE: ""}
+    assert all(seen.value(metric.name + suffix[metric.kind]) == 0 for metric in DECLARED)
+    assert seen.labels("sampled_timestamp_seconds") == [{"role": "router", "instance": "", "pp_rank": ""}]
+
+
+def test_an_identity_gives_as_many_labels_as_the_scope_has() -> None:
+    stage = Identity("prefill", "prefill-0", 0)
+    assert [stage.values(scope) for scope in Scope] == [
+        (),
+        ("prefill", "prefill-0"),
+        ("prefill", "prefill-0", "0"),
+    ]
+
+
+def test_a_port_that_is_taken_is_refused_by_name_and_nothing_is_left() -> None:
+    before = {thread.ident for thread in threading.enumerate()}
+    registry = Exposition(Identity("router")).registry
+
+    async def serve_twice() -> None:
+        async with AsyncExitStack() as stack:
+            address = await serve_metrics(stack, registry, "127.0.0.1", 0)
+            port = int(address.rpartition(":")[2])
+            with pytest.raises(Rejected, match=rf"metrics.port: cannot listen on 127.0.0.1:{port}: .*in use"):
+                await serve_metrics(stack, registry, "127.0.0.1", port)
+        async with AsyncExitStack() as stack:  # it is free again
+            assert await serve_metrics(stack, registry, "127.0.0.1", port) == address
+
+    asyncio.run(serve_twice())
+    assert {thread.ident for thread in threading.enumerate()} <= before
+
+
+class Subject:
+    """A process whose invariant holds or not, as a test says."""
+
+    def __init__(self) -> None:
+        self.violated = False
+        self.num_checks = self.num_held = 0
+
+    def check_integrity(self) -> None:
+        self.num_checks += 1
+        if self.violated:
+            raise Bug("a page is lost")
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        return {"things": self.num_held}
+
+    def measure(self) -> Iterable[Sample]:
+        return [Sample(metrics.WATCHERS, 7)]
+
+
+def monitor_of(subject: Subject, **section: object) -> Monitor:
+    return Monitor(MetricsSection(**section), Identity("broker"), subject, LagSampler())  # type: ignore[arg-type]
+
+
+def test_a_monitor_tells_where_it_serves_and_what_it_samples(tmp_path: Path) -> None:
+    listener = NotifySocket(tmp_path / "notify.sock")
+    subject, notifier = Subject(), Notifier(str(listener.path))
+    subject.violated = True
+    before_s = time.time()
+
+    async def run() -> tuple[str, Scrape]:
+        monitor = monitor_of(subject)
+        async with AsyncExitStack() as stack:
+            await monitor.start(stack, notifier, configure("broker"))
+            monitor.sample(0.0)
+            return monitor.address, Scrape(await asyncio.to_thread(fetch, monitor.address))
+
+    address, seen = asyncio.run(run())
+    received = listener.receive()
+    assert received is not None
+    assert received[1] == {"X_METRICS": address}
+    assert (seen.value("watchers"), seen.value("integrity_violation")) == (7, 1)
+    assert before_s <= seen.value("sampled_timestamp_seconds") <= time.time()
+    assert seen.value("loop_lag_seconds_count") == 0
+    notifier.close()
+    listener.close()
+
+
+def test_integrity_is_checked_often_when_idle_and_seldom_when_busy() -> None:
+    subject = Subject()
+    monitor = monitor_of(subject)
+    for now_s, num_held, num_checks in (
+        (0.0, 1, 1),
+        (IDLE_CHECK_S, 1, 1),
+        (IDLE_CHECK_S + 0.5, 0, 2),
+        (2 * IDLE_CHECK_S, 0, 2),
+        (IDLE_CHECK_S + BUSY_CHECK_S, 1, 2),
+        (IDLE_CHECK_S + BUSY_CHECK_S + 0.5, 1, 3),
+    ):
+        subject.num_held = num_held
+        monitor.sample(now_s)
+        assert subject.num_checks == num_checks, now_s
+
+
+def test_switched_off_it_serves_nothing() -> None:
+    async def run() -> str:
+        monitor = monitor_of(Subject(), enabled=False)
+        async with AsyncExitStack() as stack:
+            await monitor.start(stack, Notifier(None), configure("broker"))
+            await monitor.run()
+        return monitor.address
+
+    assert asyncio.run(run()) == ""
+
+
+@given(st.lists(st.tuples(st.sampled_from(Activity), st.integers(0, 10**9))))
+def test_the_times_of_a_stage_add_up(moves: list[tuple[Activity, int]]) -> None:
+    occupancy, now_ns = Occupancy(5), 5
+    for activity, delta_ns in moves:
+        now_ns += delta_ns
+        occupancy.move(activity, now_ns)
+    end_ns = now_ns + 7
+    spent = {activity: occupancy.seconds(activity, end_ns) for activity in Activity}
+    steps = [(Activity.IDLE, 0), *moves, (Activity.IDLE, 7)]
+    expected = dict.fromkeys(Activity, 0)
+    for (activity, _), (_, delta_ns) in pairwise(steps):
+        expected[activity] += delta_ns
+    assert {activity: round(seconds * 1e9) for activity, seconds in spent.items()} == expected
+
+
+REF = RequestRef("r", 1)
+TOKEN = SequenceOutput(REF, (5,))
+
+
+class Clients:
+    """Requests as the router's handler takes them through a record."""
+
+    def __init__(self) -> None:
+        self.records = RouterRecords()
+
+    def end(
+        self, error: BaseException | None = None, outputs: Iterable[SequenceOutput] = (), *, aborted: bool = False
+    ) -> None:
+        """One that was tokenized and had `outputs`, all of them passed on."""
+        with self.records.request() as record:
+            self.records.tokenized(record)
+            live = LiveRequest(REF, SamplingParams(max_tokens=9), [1, 2, 3])
+            self.records.taken(record, live)
+            for output in outputs:
+                live.on_output(InstanceRef("decode-0", 1), output)
+            if aborted:
+                live.abort()
+            if outputs:
+                asyncio.run(live.next())
+            if error is not None:
+                raise error
+
+    def values(self, metric: Metric) -> dict[tuple[str, ...], object]:
+        return {sample.labels: sample.value for sample in self.records.measure() if sample.metric is metric}
+
+    def count(self, metric: Metric) -> int:
+        """Values in a histogram."""
+        (seen,) = self.values(metric).values()
+        assert isinstance(seen, Distribution)
+        return seen.count
+
+    @property
+    def outcomes(self) -> dict[str, object]:
+        return {label: value for (label,), value in self.values(metrics.REQUESTS).items() if value}
+
+
+@pytest.mark.parametrize("end", [SequenceEnd.STOP, SequenceEnd.LENGTH])
+def test_a_request_that_ends_well_counts_its_tokens_and_times(end: SequenceEnd) -> None:
+    clients = Clients()
+    clients.end(outputs=[TOKEN, TOKEN, SequenceOutput(REF, (6,), end)])
+    assert clients.outcomes == {end.value: 1}
+    assert clients.values(metrics.TOKENS) == {("prompt",): 3, ("generated",): 3}
+    for metric in (metrics.TIME_TO_FIRST_TOKEN, metrics.TIME_PER_OUTPUT_TOKEN, metrics.REQUEST_SECONDS):
+        assert clients.count(metric) == 1, metric.name
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (Rejected("max_tokens", "too many"), Outcome.REJECTED),
+        (Exhausted("full"), Outcome.EXHAUSTED),
+        (Retryable("it is lost"), Outcome.ERROR),
+        (RuntimeError("a bug"), Outcome.ERROR),
+        (asyncio.CancelledError(), Outcome.CLIENT_GONE),
+        (GeneratorExit(), Outcome.CLIENT_GONE),
+    ],
+)
+def test_one_that_ends_otherwise_counts_by_what_its_handler_raised(error: BaseException, outcome: Outcome) -> None:
+    clients = Clients()
+    with pytest.raises(type(error)):
+        clients.end(error, [TOKEN])
+    assert clients.outcomes == {outcome.value: 1}
+    assert clients.values(metrics.TOKENS) == {("prompt",): 3, ("generated",): 1}
+    assert clients.count(metrics.REQUEST_SECONDS) == 0
+
+
+def test_what_ended_the_answer_counts_even_if_the_client_goes_away_then() -> None:
+    clients = Clients()
+    with pytest.raises(GeneratorExit):
+        clients.end(GeneratorExit(), [SequenceOutput(REF, (5,), SequenceEnd.STOP)])
+    clients.end(outputs=[TOKEN], aborted=True)
+    assert clients.outcomes == {"stop": 1, "abort": 1}
+
+
+def test_one_under_way_counts_what_it_has_passed_on() -> None:
+    clients = Clients()
+    with clients.records.request() as record:
+        assert clients.values(metrics.LIVE_REQUESTS) == {(): 1}
+        live = LiveRequest(REF, SamplingParams(max_tokens=9), [1, 2])
+        clients.records.taken(record, live)
+        live.on_output(InstanceRef("prefill-0", 1), TOKEN)
+        assert clients.values(metrics.TOKENS) == {("prompt",): 2, ("generated",): 0}
+        asyncio.run(live.next())
+        assert clients.values(metrics.TOKENS) == {("prompt",): 2, ("generated",): 1}
+        assert clients.count(metrics.TIME_TO_FIRST_TOKEN) == 1
+    assert clients.values(metrics.LIVE_REQUESTS) == {(): 0}

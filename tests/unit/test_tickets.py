@@ -1,0 +1,197 @@
+"""The tickets of KV transfers: pieces that are identified, failures in every state, and what counts as proof."""
+
+from __future__ import annotations
+
+import pytest
+
+from stagemesh.services.broker.tickets import (
+    Action,
+    Commit,
+    Ticket,
+    TicketBook,
+    WriterOutcome,
+    spans_of,
+)
+from stagemesh.shared.core.identity import InstanceRef
+from stagemesh.shared.core.layers import Leg
+from stagemesh.shared.errors import Cancelled, ProtocolViolation
+from stagemesh.shared.fsm.table import IllegalTransition
+from stagemesh.shared.fsm.ticket import TicketState
+from tests.support.ticket_lives import NUM_PAGES, all_of, open_ticket
+
+
+def filling(book: TicketBook) -> Ticket:
+    ticket = open_ticket(book)
+    book.reserved(ticket)
+    book.fill(ticket)
+    return ticket
+
+
+def kinds(actions: list[Action]) -> list[tuple[str, bool] | str]:
+    """`commit`, or whom a close tells and whether it says that nothing is in flight."""
+    return ["commit" if isinstance(a, Commit) else (a.instance.name, a.quiesced) for a in actions]
+
+
+def test_a_ticket_knows_its_legs_and_pages() -> None:
+    ticket = open_ticket(TicketBook("x"))
+    assert (ticket.ticket_id, ticket.num_pages, ticket.num_writers) == ("x-1", NUM_PAGES, 2)
+    assert [(leg.writer, leg.target) for leg in ticket.legs] == [(0, 0), (0, 1), (1, 1)]
+    assert isinstance(ticket.legs[0], Leg)
+
+
+def test_it_commits_with_the_last_report_of_every_piece() -> None:
+    book = TicketBook("x")
+    ticket = filling(book)
+    assert book.report(ticket, 1, all_of(ticket, 1)) == []
+    assert kinds(book.report(ticket, 0, all_of(ticket, 0))) == ["commit"]
+    assert ticket.state is TicketState.COMMITTED
+    book.release(ticket)
+    assert (len(book), book.closed_by_outcome) == (0, {"committed": 1, "failed": 0})
+
+
+SHORT = [
+    pytest.param([(0, 0, 3), (1, 0, 2)], id="a page is missing"),
+    pytest.param([(0, 0, 3), (1, 0, 2), (1, 0, 1)], id="a page twice does not make up for one missing"),
+    pytest.param([(0, 0, 3), (0, 0, 3)], id="a leg twice does not make up for one missing"),
+    pytest.param([(0, 0, 3), (1, 0, 1), (1, 2, 3)], id="a hole"),
+    pytest.param([(0, 0, 3), (1, 1, 4)], id="a page that the prompt has not"),
+    pytest.param([], id="nothing"),
+]
+
+
+@pytest.mark.parametrize("spans", SHORT)
+@pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+def test_pieces_are_identified_not_counted(spans: list[tuple[int, int, int]], first: bool) -> None:
+    book = TicketBook("x")
+    ticket = filling(book)
+    reports = [(0, WriterOutcome(spans_of(spans))), (1, all_of(ticket, 1))]
+    actions: list[Action] = []
+    for writer, outcome in reports if first else reversed(reports):
+        actions += book.report(ticket, writer, outcome)
+    assert kinds(actions) == [("p", False), ("d", False), ("d", True)]
+    assert ticket.reason == f"stage 0 has not written all pages to stage {1 if spans else 0}"
+    assert len(book) == 0
+
+
+def test_spans_may_come_in_pieces_and_in_any_order() -> None:
+    book = TicketBook("x")
+    ticket = filling(book)
+    book.report(ticket, 0, WriterOutcome(spans_of([(1, 2, 3), (0, 0, 3), (1, 0, 2), (1, 1, 3)])))
+    assert kinds(book.report(ticket, 1, all_of(ticket, 1))) == ["commit"]
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["opened", "reserved"])
+def test_before_the_first_write_a_failure_closes_at_once(steps: int) -> None:
+    book = TicketBook("x")
+    ticket = open_ticket(book)
+    if steps:
+        book.reserved(ticket)
+    actions = book.fail(ticket, "no luck")
+    assert sorted(map(str, kinds(actions))) == ["('d', True)", "('p', True)"]
+    assert (ticket.state, ticket.reason, len(book)) == (TicketState.CLOSED, "no luck", 0)
+    with pytest.raises(Cancelled, match=ticket.ticket_id):
+        book.get(ticket.ticket_id)
+
+
+def test_while_it_is_written_a_failure_tells_both_and_waits_for_every_writer() -> None:
+    book = TicketBook("x")
+    ticket = filling(book)
+    assert kinds(book.fail(ticket, "no luck")) == [("p", False), ("d", False)]
+    assert kinds(book.fail(ticket, "again")) == []
+    assert ticket.reason == "no luck"
+    assert book.report(ticket, 0, WriterOutcome((), "cancelled")) == []
+    assert kinds(book.report(ticket, 1, all_of(ticket, 1))) == [("d", True)]
+    assert book.closed_by_outcome["failed"] == 1
+
+
+def test_one_writer_that_failed_fails_it_and_the_others_are_waited_for() -> None:
+    book = TicketBook("x")
+    ticket = filling(book)
+    assert kinds(book.report(ticket, 0, WriterOutcome((), "broken"))) == [("p", False), ("d", False)]
+    assert ticket.reason == "prefill stage 0: broken"
+    assert kinds(book.report(ticket, 1, all_of(ticket, 1))) == [("d", True)]
+
+
+def test_the_heads_word_that_nothing_was_begun_is_proof() -> None:
+    book = TicketBook("x")
+    ticket = filling(book)
+    assert kinds(book.fail(ticket, "aborted", quiescent=True)) == [("p", False), ("d", False), ("d", True)]
+    book = TicketBook("x")
+    ticket = filling(book)
+    book.fail(ticket, "aborted")
+    assert kinds(book.fail(ticket, "aborted", quiescent=True)) == [("d", True)]
+
+
+def test_a_writer_in_doubt_keeps_the_pages_in_quarantine() -> None:
+    book = TicketBook("x")
+    ticket = filling(book)
+    book.report(ticket, 0, WriterOutcome((), "timed out", in_doubt=True))
+    assert book.report(ticket, 1, all_of(ticket, 1)) == []
+    assert ticket.state is TicketState.QUIESCING
+
+
+def test_the_heads_word_does_not_remove_a_writers_doubt() -> None:
+    """The head knows that the writer will write no more, not that what it wrote has arrived: a writer settles in its
+    head also after a failure that it cannot explain."""
+    book = TicketBook("x")
+    ticket = filling(book)
+    book.report(ticket, 0, WriterOutcome((), "timed out", in_doubt=True))
+    book.report(ticket, 1, all_of(ticket, 1))
+    assert kinds(book.fail(ticket, "timed out", quiescent=True)) == []
+    assert ticket.state is TicketState.QUIESCING
+
+
+def test_a_committed_ticket_fails_no_more() -> None:
+    book = TicketBook("x")
+    ticket = filling(book)
+    for writer in (0, 1):
+        book.report(ticket, writer, all_of(ticket, writer))
+    assert book.fail(ticket, "late") == []
+    assert book.lose(ticket.prefill) == []
+    assert ticket.state is TicketState.COMMITTED
+    assert kinds(book.lose(ticket.decode)) == [("p", True)]
+    book.release(ticket)  # the answer to the commit, or not: nothing is left to be released
+    assert book.closed_by_outcome == {"committed": 0, "failed": 1}
+
+
+def test_losing_an_instance_fails_its_tickets_and_no_other() -> None:
+    book = TicketBook("x")
+    mine, other = filling(book), filling(book)
+    other.prefill = other.decode = InstanceRef("else", 1)
+    assert kinds(book.lose(mine.prefill)) == [("p", False), ("d", False)]
+    assert (mine.state, other.state) == (TicketState.QUIESCING, TicketState.FILLING)
+    assert book.lose(InstanceRef("d", 99)) == []
+    assert kinds(book.lose(mine.decode)) == [("p", True)]
+    assert (len(book), book.closed_by_outcome["failed"]) == (1, 1)
+
+
+def test_announcements_may_come_twice() -> None:
+    book = TicketBook("x")
+    ticket = open_ticket(book)
+    book.reserved(ticket)
+    book.reserved(ticket)
+    book.fill(ticket)
+    book.fill(ticket)
+    assert ticket.state is TicketState.FILLING
+
+
+def test_a_report_that_cannot_be_is_refused() -> None:
+    book = TicketBook("x")
+    ticket = open_ticket(book)
+    with pytest.raises(ProtocolViolation, match="no writer reports now"):
+        book.report(ticket, 0, all_of(ticket, 0))
+    with pytest.raises(IllegalTransition, match="fill in opened"):
+        book.fill(ticket)
+    book.reserved(ticket)
+    book.fill(ticket)
+    for writer in (-1, 2):
+        with pytest.raises(ProtocolViolation, match=f"no writer {writer}"):
+            book.report(ticket, writer, WriterOutcome(()))
+
+
+def test_tickets_are_counted_by_state() -> None:
+    book = TicketBook("x")
+    open_ticket(book)
+    filling(book)
+    counts = book.by_state()
+    assert (counts["opened"], counts["filling"], sum(counts.values()), len(book)) == (1, 1, 2, 2)
