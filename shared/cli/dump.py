@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Mapping
@@ -44,6 +43,8 @@ def dump(
 
 
 async def _dump(router: str, config: Path | None) -> list[ProcessDump]:
+    import asyncio
+
     peers = {"router": router, **_configured(config)}
     failure = ""
     try:

@@ -12,7 +12,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from stagemesh.shared.errors import PeerLost
+from stagemesh.shared.errors import PeerLost, StagemeshError
 from stagemesh.shared.rpc.errors import from_rpc
 from stagemesh.shared.rpc.options import CHANNEL_OPTIONS
 
@@ -44,10 +44,8 @@ class Client:
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error, self.address) from None
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise PeerLost(f"{self.address}: the channel was closed") from None  # gRPC's word for it is the same
+            _raise_if_cancelled()
+            raise PeerLost(f"{self.address}: the channel was closed") from None
 
     async def receive(
         self, method: str, request: Message, *, timeout_s: float | None = None
@@ -86,12 +84,18 @@ class Duplex:
             await self._call.write(message)
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error, self._peer) from None
-        except grpc.aio.UsageError as error:  # the call is over already
-            raise from_rpc(await self._ended(), self._peer) from error
+        except (grpc.aio.UsageError, asyncio.InvalidStateError):  # the call is over already
+            raise await self._ended() from None
+        except asyncio.CancelledError:
+            _raise_if_cancelled()
+            raise PeerLost(f"{self._peer}: the stream was closed") from None
 
-    async def _ended(self) -> grpc.aio.AioRpcError:
+    async def _ended(self) -> StagemeshError:
+        """Why the peer has ended the stream."""
         code, details = await self._call.code(), await self._call.details()
-        return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+        if code is grpc.StatusCode.OK:
+            return PeerLost(f"{self._peer} has ended the stream")
+        return from_rpc(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details), self._peer)
 
     async def receive(self) -> AsyncIterator[Any]:
         """What the peer sends, until it ends the stream."""
@@ -111,6 +115,14 @@ class Duplex:
 
     def cancel(self) -> None:
         self._call.cancel()
+
+
+def _raise_if_cancelled() -> None:
+    """In the handling of a CancelledError: raises it on if it is meant for this task. gRPC has no other word for a call
+    that was ended under it."""
+    task = asyncio.current_task()
+    if task is None or task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _side(streaming: bool) -> str:

@@ -29,11 +29,20 @@ _CODES: Final[tuple[tuple[type[Exception], grpc.StatusCode], ...]] = (
 
 
 def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
-    """The status that a server answers for `error`. What is not ours is a bug of ours."""
+    """The status that a server answers for `error`, or for the first of ours in a group. What is not ours is a bug."""
+    error = first_of_ours(error)
     for kind, code in _CODES:
         if isinstance(error, kind):
             return code, str(error)
     return grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"
+
+
+def first_of_ours(error: Exception) -> Exception:
+    """The first StagemeshError in a group of errors, else the error itself."""
+    if isinstance(error, ExceptionGroup):
+        known = (found for each in error.exceptions if isinstance(found := first_of_ours(each), StagemeshError))
+        return next(known, error)
+    return error
 
 
 def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> StagemeshError:

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from stagemesh.shared.errors import Rejected, StagemeshError
 from stagemesh.shared.obs.log import Log
-from stagemesh.shared.rpc.errors import status_of
+from stagemesh.shared.rpc.errors import first_of_ours, status_of
 from stagemesh.shared.rpc.options import SERVER_OPTIONS
 
 log = Log(logging.getLogger(__name__))
@@ -105,6 +105,7 @@ def _streaming(call: Any, name: str) -> Any:
 async def _abort(context: Any, error: Exception, name: str) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    error = first_of_ours(error)
     code, details = status_of(error)
     if not isinstance(error, StagemeshError | TimeoutError):
         log.error("a handler failed", error=error, rpc=name)

@@ -20,6 +20,7 @@ from stagemesh.shared.core.commands import SendPlan
 from stagemesh.shared.core.directory import StageInfo
 from stagemesh.shared.core.layers import LayerRange
 from stagemesh.shared.engine.pages import pages_for
+from stagemesh.shared.errors import StagemeshError
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.transfer.base import FINAL_STATES, Endpoint, Piece, TransferHandle, TransferState
 
@@ -92,6 +93,7 @@ class Outgoing:
     next_page: int = 0
     whole: bool = False  # every page has been handed to the endpoint
     cancelled: bool = False
+    refused: str = ""  # why the endpoint did not take a write
     handles: list[tuple[PieceSpan, TransferHandle]] = field(default_factory=list)
     progress: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -148,12 +150,14 @@ class KvSender:
 
     def cancel(self, handle: int) -> None:
         """Nothing more is to be written for this sequence."""
-        outgoing = self._outgoing.get(handle)
-        if outgoing is None:
-            return
+        if (outgoing := self._outgoing.get(handle)) is not None:
+            self._give_up(outgoing)
+            for _, transfer in outgoing.handles:
+                transfer.cancel()
+
+    def _give_up(self, outgoing: Outgoing) -> None:
+        """Nothing more is handed over; what is under way ends by itself."""
         outgoing.cancelled = True
-        for _, transfer in outgoing.handles:
-            transfer.cancel()
         outgoing.progress.set()
 
     def _write(self, outgoing: Outgoing, target: StageInfo, pages: Sequence[int], first: int, last: int) -> None:
@@ -166,16 +170,24 @@ class KvSender:
             Piece(self._layout.at(pages[index], layers.lo), there.at(outgoing.plan.pages[index], layers.lo), length)
             for index in range(first, last)
         ]
-        transfer = self._endpoint.write(target.pool, pieces)
+        try:
+            transfer = self._endpoint.write(target.pool, pieces)
+        except StagemeshError as error:  # a slow or wrong peer costs this ticket, not this stage
+            outgoing.refused = outgoing.refused or str(error)
+            self._give_up(outgoing)
+            return
         outgoing.handles.append((PieceSpan(target.pp_rank, first, last), transfer))
-        self._spawn(self._trace(outgoing.plan.ticket_id, transfer))
+        self._spawn(self._watch(outgoing, transfer))
 
-    async def _trace(self, ticket_id: str, transfer: TransferHandle) -> None:
+    async def _watch(self, outgoing: Outgoing, transfer: TransferHandle) -> None:
+        ticket_id = outgoing.plan.ticket_id
         start_ns = time.monotonic_ns()
         state = await transfer.settle()
         end_ns = time.monotonic_ns()
         self._tracer.span("kv_write", start_ns, end_ns, ticket=ticket_id, bytes=transfer.num_bytes, state=state.value)
         self.counts.add(transfer, state, (end_ns - start_ns) / 1e9)
+        if state is TransferState.FAILED:
+            self._give_up(outgoing)  # the ticket has failed: no more is worth sending
 
     async def _follow(self, handle: int) -> None:
         """The life of one outgoing prompt, to the report."""
@@ -199,6 +211,6 @@ class KvSender:
             outgoing.plan.ticket_id,
             spans=tuple(span for span, _ in done),
             kv_bytes=sum(transfer.num_bytes for _, transfer in done),
-            error=errors[0] if errors else error,
+            error=outgoing.refused or (errors[0] if errors else error),
             in_doubt=any(not transfer.quiescent for transfer in failed),
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from tests.support.decode_sim import DecodeSim, SimRequest
+from tests.support.decode_request import SimRequest
+from tests.support.decode_sim import DecodeSim
 
 Event = Callable[[], None]
 KINDS = (

@@ -5,8 +5,6 @@ Events come one at a time, in whatever order the test likes; everything that mus
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from stagemesh.shared.core.commands import (
@@ -28,54 +26,9 @@ from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.pages import pages_for
 from stagemesh.shared.engine.schedule.decode import Admission, DecodeScheduler
-from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput, end_after
+from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
+from tests.support.decode_request import SimRequest
 from tests.support.sim_stages import SimPipeline, token_at
-
-
-@dataclass(slots=True, eq=False)
-class SimRequest:
-    """A request, its ticket, and what has become of both."""
-
-    ref: RequestRef
-    ticket_id: str
-    prompt_tokens: int
-    sampling: SamplingParams
-    submitted: bool = False
-    asked: bool = False  # the broker asks this side for pages
-    pages: tuple[int, ...] = ()
-    to_write: list[tuple[int, int]] = field(default_factory=list)  # (stage, page of the prompt) that may still land
-    filling: bool = False
-    committed: bool = False
-    closed: bool = False  # this side was told, and nothing of the ticket is in flight any more
-    failed: bool = False  # this side was told
-    gone: bool = False  # by that, or by an abort, or it was never taken
-    first_token: bool = False
-    aborted: bool = False
-    silent: bool = False  # nothing more may be said about it
-    tokens: list[int] = field(default_factory=list)
-    end: SequenceEnd | None = None
-
-    @property
-    def writable(self) -> bool:
-        """A writer may write to its pages, now or later."""
-        return bool(self.pages) and not self.committed and not self.closed
-
-    @property
-    def holding(self) -> bool:
-        """It has pages here, or steps to come. Right after a poll."""
-        over = self.gone or self.end is not None
-        return (
-            bool(self.pages) and not over and not (self.committed and self.first_token and len(self.expected[0]) == 1)
-        )
-
-    @property
-    def expected(self) -> tuple[list[int], SequenceEnd]:
-        """The new tokens of an undisturbed run, the first one (which is not made here) included."""
-        tokens: list[int] = []
-        while True:
-            tokens.append(token_at(self.ref, self.prompt_tokens + len(tokens)))
-            if (end := end_after(self.sampling, tokens[-1], len(tokens))) is not None:
-                return tokens, end
 
 
 class DecodeSim:
@@ -324,10 +277,7 @@ class DecodeSim:
         """Nothing is under way any more: nothing is held, and everybody got what they were to get."""
         assert not any(self.scheduler.held.values()), self.scheduler.held
         assert self.scheduler.load.pages_free == self.scheduler.pages.num_pages
-        assert self.pipeline.quiet
-        for stage in self.pipeline.stages:
-            assert not stage.residents
-            assert not stage.owner
+        self.pipeline.check_empty()
         for request in self.requests:
             self._check_outcome(request)
 

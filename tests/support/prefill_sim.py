@@ -5,8 +5,6 @@ Events come one at a time, in whatever order the test likes; everything that mus
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from stagemesh.shared.core.commands import (
@@ -23,55 +21,13 @@ from stagemesh.shared.core.commands import (
     SendPlan,
     Step,
 )
-from stagemesh.shared.core.directory import RegionKey, StageInfo
 from stagemesh.shared.core.identity import RequestRef
-from stagemesh.shared.core.layers import LayerRange
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.pages import pages_for
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput, end_after
 from stagemesh.shared.engine.schedule.prefill import FailedTicket, PrefillActions, PrefillScheduler
+from tests.support.prefill_prompt import TARGETS, Outgoing, SimPrompt
 from tests.support.sim_stages import SimPipeline, kv_at, token_at
-
-TARGETS = (StageInfo(0, LayerRange(0, 1), "there", RegionKey("there", 0, 1)),)
-
-
-@dataclass(slots=True, eq=False)
-class SimPrompt:
-    """A prompt, its ticket, and what has become of both. Without a ticket its KV goes nowhere."""
-
-    ref: RequestRef
-    ticket_id: str
-    num_tokens: int
-    sampling: SamplingParams
-    group: str
-    asks: int = 0  # for pages, unanswered
-    plan: SendPlan | None = None
-    announced: bool = False
-    filled: bool = False
-    handle: int | None = None  # once it has joined the stages
-    issued: int = 0
-    unsettled: set[int] = field(default_factory=set)  # ranks that the head has not heard to have settled
-    dropped: bool = False
-    sampled: bool = False  # the head has its first token
-    gone: bool = False  # aborted, failed or never taken
-    failed: bool = False  # its ticket is
-    aborted: bool = False
-    silent: bool = False  # nothing more may be said about it
-    outputs: list[SequenceOutput] = field(default_factory=list)
-
-    @property
-    def over(self) -> bool:
-        return self.gone or self.sampled
-
-
-@dataclass(slots=True, eq=False)
-class Outgoing:
-    """What one stage has to send of one prompt."""
-
-    prompt: SimPrompt
-    unwritten: list[int] = field(default_factory=list)  # pages of the prompt that are complete and not yet sent
-    num_complete: int = 0
-    over: bool = False  # whole or cancelled: it settles once nothing is in flight
 
 
 class PrefillSim:
@@ -176,17 +132,11 @@ class PrefillSim:
         rows = [] if command.step is None else command.step.rows.tolist()
         for row in rows:
             if row[HANDLE] in sending and not sending[row[HANDLE]].over:
-                self._progressed(sending[row[HANDLE]], row[START] + row[COUNT])
+                sending[row[HANDLE]].progressed(row[START] + row[COUNT], self.page_size)
         for handle in command.cancels:
             if handle in sending:
                 sending[handle].over, sending[handle].unwritten = True, []
         assert sending.keys() <= stage.residents.keys()
-
-    def _progressed(self, outgoing: Outgoing, tokens_done: int) -> None:
-        outgoing.over = tokens_done == outgoing.prompt.num_tokens
-        whole = pages_for(tokens_done, self.page_size) if outgoing.over else tokens_done // self.page_size
-        outgoing.unwritten += range(outgoing.num_complete, whole)
-        outgoing.num_complete = whole
 
     def write(self, rank: int, handle: int) -> None:
         """One page leaves: it must still hold what was computed."""
@@ -348,11 +298,7 @@ class PrefillSim:
         """Nothing is under way any more: nothing is held, and everybody got what they were to get."""
         assert not any(self.scheduler.held.values()), self.scheduler.held
         assert self.scheduler.load.pages_free == self.scheduler.pages.num_pages
-        assert self.pipeline.quiet
         assert not any(self.sending)
-        for stage in self.pipeline.stages:
-            assert not stage.residents
-            assert not stage.owner
+        self.pipeline.check_empty()
         for prompt in self.prompts:
             assert prompt.gone or (prompt.issued, len(prompt.outputs)) == (prompt.num_tokens, 1)
-            assert not prompt.aborted or len(prompt.outputs) <= 1

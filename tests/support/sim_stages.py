@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from stagemesh.shared.core.commands import FLAGS, FROM_STEP, HANDLE, SAMPLE, SOURCE_STEP, Command, Step, unpack_deltas
+from stagemesh.shared.core.commands import FROM_STEP, HANDLE, SAMPLE, Command, Step, unpack_deltas
 from stagemesh.shared.core.identity import RequestRef
 
 VOCAB_SIZE = 16
@@ -171,8 +171,9 @@ class SimPipeline:
     def quiet(self) -> bool:
         return not self.inbox and not any(self.queues)
 
-
-def pointing_rows(step: Step) -> list[tuple[int, int]]:
-    """(step, row) of every row that takes its input from an earlier step, in order."""
-    taken = step.rows[(step.rows[:, FLAGS] & FROM_STEP) != 0]
-    return [(row[SOURCE_STEP], row[SOURCE_STEP + 1]) for row in taken.tolist()]
+    def check_empty(self) -> None:
+        """Nothing is under way, and no stage knows any sequence."""
+        assert self.quiet
+        for stage in self.stages:
+            assert not stage.residents
+            assert not stage.owner

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stagemesh.services.broker.directory import Change, Directory
 from stagemesh.services.broker.watchers import MAX_QUEUED, Updates, Watchers
-from stagemesh.shared.core.directory import InstanceLoad
+from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad
 from stagemesh.shared.core.identity import InstanceRef
 from stagemesh.shared.pb import broker_pb2
 from tests.support.instances import DECODE, PREFILL, instance_of
@@ -55,7 +55,8 @@ def test_what_has_left_is_gone_once() -> None:
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 4), st.booleans()), max_size=30))
 def test_changes_tell_all_that_there_is_to_know(moves: list[tuple[str, int, bool]]) -> None:
     """Whoever applies them in order has the directory."""
-    directory, seen = Directory(), {}
+    directory = Directory()
+    seen: dict[InstanceRef, InstanceInfo] = {}
     for name, epoch, joins in moves:
         info = instance_of(name, PREFILL, epoch=epoch)
         change = directory.report(info) if joins else directory.remove(info.ref)
@@ -64,7 +65,7 @@ def test_changes_tell_all_that_there_is_to_know(moves: list[tuple[str, int, bool
         for ref in change.removed:
             del seen[ref]
         seen |= {changed.ref: changed for changed in change.changed}
-        assert list(seen.values()) == sorted(directory, key=lambda info: list(seen).index(info.ref))
+        assert seen == {info.ref: info for info in directory}
     assert len({ref.name for ref in seen}) == len(seen)
 
 

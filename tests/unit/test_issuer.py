@@ -94,7 +94,7 @@ class IssuerMachine(RuleBasedStateMachine):
             assert flushed.step is None
             self.check(flushed)
         else:
-            assert not (self.unheard or self.dropping or self.cancels)
+            assert (self.unheard, self.dropping, self.cancels) == ({}, {}, [])
 
     def check(self, command: Command) -> None:
         """It carries what was collected, once, and is the next number."""

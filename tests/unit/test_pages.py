@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from stagemesh.shared.engine.pages import PageAllocator, pages_for
 from stagemesh.shared.errors import Bug
@@ -27,7 +27,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.num_tickets = 0
 
     @rule(target=held, count=st.integers(0, NUM_PAGES + 4))
-    def allocate(self, count: int) -> object:
+    def allocate(self, count: int) -> list[int] | MultipleResults[list[int]]:
         before = self.pages.num_free
         taken = self.pages.allocate(count)
         assert (taken is None) == (count > before)

@@ -1,12 +1,10 @@
-"""Server and client over a socket: errors in both directions, streams, and what happens when one side goes."""
+"""Server and client over a socket: how errors arrive, and what happens when one side goes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,79 +22,7 @@ from stagemesh.shared.pb import broker_pb2
 from stagemesh.shared.rpc.broker import BROKER, BrokerClient
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.rpc.server import Server
-
-LIMIT_S = 30.0
-FILL = broker_pb2.FillRequest(ticket_id="t")
-
-
-class FakeBroker:
-    """Does what a test says. A hook that is not set is not called."""
-
-    def __init__(self) -> None:
-        self.on_fill: Callable[[], Awaitable[None]] | None = None
-        self.watching, self.cancelled = asyncio.Event(), asyncio.Event()
-        self.updates: asyncio.Queue[Exception | None] = asyncio.Queue()
-
-    async def Fill(self, request: broker_pb2.FillRequest, context: Any) -> broker_pb2.FillReply:  # noqa: N802
-        if self.on_fill is not None:
-            await self.on_fill()
-        return broker_pb2.FillReply()
-
-    async def Watch(  # noqa: N802
-        self, request: broker_pb2.WatchRequest, context: Any
-    ) -> AsyncIterator[broker_pb2.DirectoryUpdate]:
-        """An update for each None, until it is cancelled or an error comes."""
-        self.watching.set()
-        try:
-            while (update := await self.updates.get()) is None:
-                yield broker_pb2.DirectoryUpdate(snapshot=True)
-            raise update
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-
-    async def Join(self, reports: AsyncIterator[broker_pb2.InstanceReport], context: Any) -> None:  # noqa: N802
-        """Answers every report; fails for one that says `leaving`."""
-        try:
-            async for report in reports:
-                if report.leaving:
-                    raise ProtocolViolation("not yet")
-                await context.write(broker_pb2.DirectoryUpdate(snapshot=report.has_work))
-                self.watching.set()
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-
-    async def hang(self) -> None:
-        self.watching.set()
-        try:
-            await asyncio.get_running_loop().create_future()
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-
-    async def _never(self, request: Any, context: Any) -> Any:
-        raise NotImplementedError
-
-    OpenTicket = Reserve = ReportWriter = FailTicket = _never
-
-
-Body = Callable[[FakeBroker, Client, Server], Awaitable[None]]
-
-
-def run(tmp_path: Path, body: Body) -> None:
-    """`body` with a server and a client that are connected; nothing is left afterwards."""
-
-    async def main() -> None:
-        async with asyncio.timeout(LIMIT_S):
-            broker = FakeBroker()
-            server = Server({BROKER: broker})
-            address = await server.start(f"unix:{tmp_path}/s")
-            async with Client(address, BROKER) as client:
-                await body(broker, client, server)
-            await server.stop()
-
-    asyncio.run(main())
+from tests.support.rpc_bench import FILL, LIMIT_S, FakeBroker, run
 
 
 async def fail_with(error: Exception) -> None:
@@ -145,7 +71,6 @@ def test_a_handlers_own_bug_is_internal_and_logged(tmp_path: Path, caplog: pytes
         broker.on_fill = lambda: fail_with(KeyError("x"))
         with caplog.at_level(logging.ERROR), pytest.raises(Bug, match="INTERNAL: KeyError: 'x'"):
             await client.call("Fill", FILL, timeout_s=LIMIT_S)
-        await client.call("Fill", broker_pb2.FillRequest(), timeout_s=LIMIT_S) if broker.on_fill is None else None
         broker.on_fill = None
         await client.call("Fill", FILL, timeout_s=LIMIT_S)  # the server lives on
 
@@ -232,68 +157,6 @@ def test_a_call_waits_for_a_server_that_comes_up_late(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_stream_of_answers(tmp_path: Path) -> None:
-    async def body(broker: FakeBroker, client: Client, server: Server) -> None:
-        for update in (None, None, Exhausted("too many watch")):
-            broker.updates.put_nowait(update)
-        got = 0
-        with pytest.raises(Exhausted, match="too many watch"):
-            async for update in client.receive("Watch", broker_pb2.WatchRequest()):
-                got += update.snapshot
-        assert got == 2
-
-    run(tmp_path, body)
-
-
-def test_a_reader_that_leaves_cancels_the_handler_that_waits(tmp_path: Path) -> None:
-    async def body(broker: FakeBroker, client: Client, server: Server) -> None:
-        broker.updates.put_nowait(None)
-        updates = client.receive("Watch", broker_pb2.WatchRequest())
-        assert (await anext(updates)).snapshot
-        await updates.aclose()  # type: ignore[attr-defined]
-        await broker.cancelled.wait()
-
-    run(tmp_path, body)
-
-
-def test_a_client_that_is_gone_cancels_the_handler_that_waits(tmp_path: Path) -> None:
-    async def body(broker: FakeBroker, client: Client, server: Server) -> None:
-        other = Client(client.address, BROKER)
-        stream = other.open("Join")
-        await stream.send(broker_pb2.InstanceReport(has_work=True))
-        await broker.watching.wait()
-        await other.__aexit__(None, None, None)
-        await broker.cancelled.wait()
-
-    run(tmp_path, body)
-
-
-def test_both_ways_at_once(tmp_path: Path) -> None:
-    async def body(broker: FakeBroker, client: Client, server: Server) -> None:
-        stream = client.open("Join")
-        answers = stream.receive()
-        for has_work in (True, False):
-            await stream.send(broker_pb2.InstanceReport(has_work=has_work))
-            assert (await anext(answers)).snapshot == has_work
-        await stream.done_writing()
-        assert [answer async for answer in answers] == []
-
-    run(tmp_path, body)
-
-
-def test_a_stream_that_the_server_ends_tells_the_writer_why(tmp_path: Path) -> None:
-    async def body(broker: FakeBroker, client: Client, server: Server) -> None:
-        stream = client.open("Join")
-        await stream.send(broker_pb2.InstanceReport(leaving=True))
-        with pytest.raises(ProtocolViolation, match="not yet"):
-            async for _ in stream.receive():
-                raise AssertionError("there is no answer")
-        with pytest.raises(ProtocolViolation, match="not yet"):
-            await stream.send(broker_pb2.InstanceReport())
-
-    run(tmp_path, body)
-
-
 def test_the_brokers_client_speaks_the_brokers_words(tmp_path: Path) -> None:
     async def body(broker: FakeBroker, client: Client, server: Server) -> None:
         called = asyncio.Event()
@@ -329,11 +192,3 @@ def test_a_port_that_is_taken_is_rejected() -> None:
 def test_a_socket_that_a_dead_process_has_left_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "s").touch()
     run(tmp_path, lambda broker, client, server: client.call("Fill", FILL, timeout_s=LIMIT_S))
-
-
-def test_an_implementation_that_lacks_a_method_does_not_start() -> None:
-    async def main() -> None:
-        with pytest.raises(AttributeError):
-            Server({BROKER: object()})
-
-    asyncio.run(main())

@@ -41,7 +41,7 @@ def test_the_deployment_may_have_a_default_for_the_length() -> None:
     assert sampling_params(request_of(max_tokens=20), 10, limits, seed=0).max_tokens == 20
 
 
-WRONG = [
+WRONG: list[tuple[str, list[Any], str]] = [
     ("max_tokens", [0, -1, 23, HUGE, -HUGE], r"1\.\.22 \(32 for prompt and new tokens.* 10\)"),
     ("temperature", [-0.1, 100.1, NAN, INF, -INF, 1e308], r"0\.0\.\.100\.0"),
     ("top_k", [-1, 101, HUGE, -HUGE], r"0\.\.100"),
@@ -73,7 +73,7 @@ def test_a_wrong_field_is_named_with_its_limit(field: str, value: Any, limit: st
     assert str(caught.value).startswith(f"{field}: ")
 
 
-RIGHT = [
+RIGHT: list[tuple[str, list[Any]]] = [
     ("max_tokens", [1, 22]),
     ("temperature", [0.0, 100.0, 1e-300]),
     ("top_k", [0, 100]),

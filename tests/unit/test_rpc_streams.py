@@ -1,0 +1,120 @@
+"""Streams between client and server, and what happens when one side goes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from stagemesh.shared.errors import Exhausted, PeerLost, ProtocolViolation, Retryable
+from stagemesh.shared.pb import broker_pb2, stage_pb2
+from stagemesh.shared.rpc.broker import BROKER
+from stagemesh.shared.rpc.client import Client
+from stagemesh.shared.rpc.server import Server
+from stagemesh.shared.stage.ring import STAGE_LINK
+from tests.support.rpc_bench import LIMIT_S, FakeBroker, FakeStage, run
+
+
+def test_a_stream_of_answers(tmp_path: Path) -> None:
+    async def body(broker: FakeBroker, client: Client, server: Server) -> None:
+        for update in (None, None, Exhausted("too many watch")):
+            broker.updates.put_nowait(update)
+        updates = client.receive("Watch", broker_pb2.WatchRequest())
+        assert [(await anext(updates)).snapshot for _ in range(2)] == [True, True]
+        with pytest.raises(Exhausted, match="too many watch"):
+            await anext(updates)
+
+    run(tmp_path, body)
+
+
+def test_a_reader_that_leaves_cancels_the_handler_that_waits(tmp_path: Path) -> None:
+    async def body(broker: FakeBroker, client: Client, server: Server) -> None:
+        broker.updates.put_nowait(None)
+        updates = client.receive("Watch", broker_pb2.WatchRequest())
+        assert (await anext(updates)).snapshot
+        await updates.aclose()
+        await broker.cancelled.wait()
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize("how", ["the stream is cancelled", "the client is gone"])
+def test_the_handler_of_a_stream_ends_with_its_client(tmp_path: Path, how: str) -> None:
+    async def body(broker: FakeBroker, client: Client, server: Server) -> None:
+        other = Client(client.address, BROKER)
+        stream = other.open("Join")
+        await stream.send(broker_pb2.InstanceReport(has_work=True))
+        await broker.watching.wait()
+        if how == "the stream is cancelled":
+            stream.cancel()
+            await broker.left.wait()
+        await other.__aexit__(None, None, None)
+        await broker.left.wait()
+
+    run(tmp_path, body)
+
+
+def test_both_ways_at_once(tmp_path: Path) -> None:
+    async def body(broker: FakeBroker, client: Client, server: Server) -> None:
+        stream = client.open("Join")
+        answers = stream.receive()
+        for has_work in (True, False):
+            await stream.send(broker_pb2.InstanceReport(has_work=has_work))
+            assert (await anext(answers)).snapshot == has_work
+        stream.cancel()
+
+    run(tmp_path, body)
+
+
+def test_a_stream_that_is_finished_is_read_to_its_end(tmp_path: Path) -> None:
+    async def main() -> None:
+        stage = FakeStage()
+        server = Server({STAGE_LINK: stage})
+        address = await server.start(f"unix:{tmp_path}/s")
+        async with asyncio.timeout(LIMIT_S), Client(address, STAGE_LINK) as client:
+            stream = client.open("Ring")
+            for _ in range(3):
+                await stream.send(stage_pb2.RingMessage())
+            assert await stream.finish() == stage_pb2.RingClosed()
+        assert stage.num_messages == 3
+        await server.stop()
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_was_refused_says_so_when_it_is_finished(tmp_path: Path) -> None:
+    async def main() -> None:
+        server = Server({STAGE_LINK: FakeStage(ProtocolViolation("a previous stage already"))})
+        address = await server.start(f"unix:{tmp_path}/s")
+        async with asyncio.timeout(LIMIT_S), Client(address, STAGE_LINK) as client:
+            stream = client.open("Ring")
+            await stream.send(stage_pb2.RingMessage())
+            with pytest.raises(ProtocolViolation, match="a previous stage already"):
+                await stream.finish()
+        await server.stop()
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_the_server_ends_tells_the_writer_why(tmp_path: Path) -> None:
+    async def body(broker: FakeBroker, client: Client, server: Server) -> None:
+        stream = client.open("Join")
+        await stream.send(broker_pb2.InstanceReport(leaving=True, has_work=True))
+        with pytest.raises(ProtocolViolation, match="not yet"):
+            await anext(stream.receive())
+        with pytest.raises(ProtocolViolation, match="not yet"):
+            await stream.send(broker_pb2.InstanceReport())
+
+    run(tmp_path, body)
+
+
+def test_a_stream_that_is_over_takes_no_more(tmp_path: Path) -> None:
+    async def body(broker: FakeBroker, client: Client, server: Server) -> None:
+        stream = client.open("Join")
+        await stream.send(broker_pb2.InstanceReport(leaving=True))
+        assert [answer async for answer in stream.receive()] == []
+        with pytest.raises((PeerLost, Retryable), match=client.address):
+            await stream.send(broker_pb2.InstanceReport())
+
+    run(tmp_path, body)
