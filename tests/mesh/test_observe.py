@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from stagemesh.shared.engine.pages import pages_for
-from stagemesh.shared.errors import Rejected
 from stagemesh.shared.obs.dump import ProcessDump, dump_text
 from stagemesh.shared.obs.entry import Entry, decode_entries
-from stagemesh.shared.pb import generator_pb2, inspect_pb2
+from stagemesh.shared.pb import inspect_pb2
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.rpc.inspect import INSPECT
+from tests.support.accounted import CONTEXT, FAR, PAGE, Work, prompt, sets_after_three
 from tests.support.client import GENERATOR, Answer, generate, token_request
 from tests.support.mesh import ROOT
 from tests.support.running import RunningMesh, running_mesh
@@ -32,10 +31,8 @@ from tests.support.tiny_models import make_tiny
 
 pytestmark = pytest.mark.slow
 NUM_LAYERS, KV_HEADS, HEAD_DIM, FLOAT_BYTES = 8, 2, 16, 4
-PAGE, CHUNK, NUM_PAGES, CONTEXT = 8, 32, 160, 512
+CHUNK, NUM_PAGES = 32, 160
 PAGE_BYTES = NUM_LAYERS * 2 * PAGE * KV_HEADS * HEAD_DIM * FLOAT_BYTES
-PROMPTS, NEW_TOKENS = (5, 31, 32, 64, 100), 12
-FAR = 300  # tokens: those who ask for them are not through when something is done to them
 STAGES = ("prefill-0/0", "prefill-0/1", "decode-0/0", "decode-0/1")
 
 
@@ -57,76 +54,6 @@ async def scrape_all(mesh: RunningMesh) -> dict[str, Scrape]:
     await mesh.check_idle()
     now_s = time.time()
     return {name: await scrape_after(address, now_s) for name, address in metrics_addresses(mesh).items()}
-
-
-def prompt(length: int) -> list[int]:
-    return [4 + (7 * length + index) % 300 for index in range(length)]
-
-
-def sets_after_three(event: asyncio.Event) -> Callable[[Answer], bool]:
-    """Sets `event` once there are three tokens: the first is prefill's, the others came from decode steps."""
-
-    def took(answer: Answer) -> bool:
-        if len(answer.token_ids) >= 3:
-            event.set()
-        return True
-
-    return took
-
-
-class Work:
-    """Requests that end in every way, and what they must have cost. One is text, one asks for a single token."""
-
-    TEXT = "The river runs past the old mill."
-
-    async def run(self, mesh: RunningMesh) -> None:
-        async with Client(mesh.router, GENERATOR) as client:
-            whole = [token_request(prompt(length), NEW_TOKENS, ignore_eos=True) for length in PROMPTS]
-            text = generator_pb2.GenerateRequest(text=self.TEXT, max_tokens=NEW_TOKENS, ignore_eos=True)
-            single = token_request(prompt(9), 1, ignore_eos=True)
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(generate(client, request)) for request in (*whole, text, single)]
-                aborted = group.create_task(self._abort(client, prompt(40)))
-                group.create_task(self._reject(client))
-        self.answers = [task.result() for task in tasks]
-        self.aborted = aborted.result()
-
-    async def _abort(self, client: Client, token_ids: list[int]) -> Answer:
-        """Once decode steps have run: its KV has been sent by then."""
-        enough = asyncio.Event()
-        request = token_request(token_ids, FAR, ignore_eos=True, request_id="to-abort")
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(generate(client, request, on_response=sets_after_three(enough)))
-            await enough.wait()
-            await client.call("Abort", generator_pb2.AbortRequest(request_id="to-abort"), timeout_s=30)
-        return task.result()
-
-    async def _reject(self, client: Client) -> None:
-        with pytest.raises(Rejected, match="max_tokens"):
-            await generate(client, token_request(prompt(8), CONTEXT + 1))
-
-    @property
-    def prompt_lengths(self) -> list[int]:
-        """Of those whose KV was sent: all but the one that asked for a single token."""
-        text_length = self._finished(self.answers[len(PROMPTS)]).usage.prompt_tokens
-        return [*PROMPTS, text_length, 40]
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(self.prompt_lengths) + 9
-
-    @property
-    def generated_tokens(self) -> int:
-        return sum(len(answer.token_ids) for answer in (*self.answers, self.aborted))
-
-    @property
-    def kv_pages(self) -> int:
-        return sum(pages_for(length, PAGE) for length in self.prompt_lengths)
-
-    @staticmethod
-    def _finished(answer: Answer) -> generator_pb2.Finished:
-        assert answer.finished is not None
-        return answer.finished
 
 
 @pytest.fixture(scope="module")

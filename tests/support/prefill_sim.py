@@ -64,17 +64,16 @@ class PrefillSim:
         self.by_handle: dict[int, SimPrompt] = {}
         self.fills: list[SimPrompt] = []  # announcements that are unanswered
         self.expected_fails: list[FailedTicket] = []
-        self.last_command = self.last_step = self.progress = 0
         self.chunks: list[Step] = []
+        self.last_command = self.progress = 0
 
     # -- what routers and the broker do --
 
     def submit(
         self, num_tokens: int, sampling: SamplingParams | None = None, *, ticket: bool = True, group: str = "d"
     ) -> SimPrompt:
-        number = len(self.prompts)
+        number, sampling = len(self.prompts), sampling or SamplingParams(max_tokens=4 if ticket else 1)
         ticket_id = f"t{number}" if ticket else ""
-        sampling = sampling or SamplingParams(max_tokens=4 if ticket else 1)
         prompt = SimPrompt(RequestRef(f"r{number}", number % 2), ticket_id, num_tokens, sampling, group)
         prompt.gone = not 0 < num_tokens <= self.scheduler.pages.num_pages * self.page_size
         self.prompts.append(prompt)
@@ -129,10 +128,9 @@ class PrefillSim:
         for join in command.joins:
             if join.send is not None:
                 sending[join.handle] = Outgoing(self.by_handle[join.handle])
-        rows = [] if command.step is None else command.step.rows.tolist()
-        for row in rows:
-            if row[HANDLE] in sending and not sending[row[HANDLE]].over:
-                sending[row[HANDLE]].progressed(row[START] + row[COUNT], self.page_size)
+        for row in [] if command.step is None else command.step.rows.tolist():
+            if (outgoing := sending.get(row[HANDLE])) is not None and not outgoing.over:
+                outgoing.progressed(row[START] + row[COUNT], self.page_size)
         for handle in command.cancels:
             if handle in sending:
                 sending[handle].over, sending[handle].unwritten = True, []
@@ -245,9 +243,8 @@ class PrefillSim:
         assert len(held) <= self.max_sequences
 
     def _check_step(self, step: Step) -> None:
-        self.last_step += 1
         self.chunks.append(step)
-        assert step.number == self.last_step
+        assert step.number == len(self.chunks)
         assert step.rows.shape == (len(step.rows), ROW_WIDTH)
         assert 0 < step.num_tokens <= self.chunk_size
         assert len(step.tokens) == step.num_tokens

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from stagemesh.shared.core.commands import FLAGS, HANDLE
+from stagemesh.shared.core.commands import FLAGS, HANDLE, TokenLogprobs
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
@@ -247,6 +248,20 @@ def test_the_tokens_of_an_aborted_sequence_are_dropped() -> None:
     sim.run_dry()
     assert request.tokens == []
     sim.check_all_is_back()
+
+
+def test_log_probabilities_go_with_their_tokens() -> None:
+    sim = DecodeSim(num_stages=1, num_pages=8, run_ahead=0)
+    asks, asks_not = reserved(sim, max_tokens=2), reserved(sim, max_tokens=2)
+    for request in (asks, asks_not):
+        start(sim, request)
+    sim.poll()
+    said = TokenLogprobs(-0.5, (1, 2), (-0.5, -1.5))
+    sim.scheduler.result(1, np.array([token_at(r.ref, 6) for r in (asks, asks_not)]), {0: said})
+    assert [(output.request, output.logprobs) for output in sim.scheduler.poll().outputs] == [
+        (asks.ref, (said,)),
+        (asks_not.ref, ()),
+    ]
 
 
 def test_a_result_that_nobody_waits_for_is_a_bug() -> None:

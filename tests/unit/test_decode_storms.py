@@ -18,6 +18,7 @@ SAMPLINGS = st.builds(
     ignore_eos=st.booleans(),
     eos_token_ids=st.sampled_from([(), (0,), (0, 1, 2)]),
     stop_token_ids=st.sampled_from([(), (3,)]),
+    min_tokens=st.integers(0, 3),
 )
 
 

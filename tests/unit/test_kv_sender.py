@@ -194,17 +194,33 @@ def test_a_prompt_that_is_cancelled_before_its_first_page_is_reported_too() -> N
 
 
 @pytest.mark.parametrize("proven", [True, False])
-def test_a_failure_names_itself_at_once_and_says_whether_bytes_may_still_arrive(proven: bool) -> None:
+def test_a_failure_names_itself_and_says_whether_bytes_may_still_arrive(proven: bool) -> None:
     async def body(bench: Bench) -> None:
         sender = bench.senders[0]
         bench.fabric.faults.fail_next(1, proven=proven)
         sender.join(1, bench.plan("t", 8, [3, 4]))
         sender.progressed(1, [0, 1], 4)
-        (outcome,) = await bench.reports.wait_for(1)  # before the rest of the prompt is computed
         sender.progressed(1, [0, 1], 8)
+        (outcome,) = await bench.reports.wait_for(1)
         assert "on demand" in outcome.error
         assert outcome.in_doubt == (not proven)
-        assert (outcome.spans, outcome.kv_bytes) == ((), 0)
+        assert outcome.spans == (PieceSpan(0, 1, 2),)
+        assert outcome.kv_bytes == 2 * LAYER_BYTES
+        bench.check_sinks({4: 1})
+
+    run(body, [2], [2])
+
+
+def test_after_a_failure_no_more_is_sent_and_the_prompts_end_is_not_waited_for() -> None:
+    async def body(bench: Bench) -> None:
+        sender = bench.senders[0]
+        bench.fabric.faults.fail_next(1)
+        sender.join(1, bench.plan("t", 8, [3, 4]))
+        sender.progressed(1, [0, 1], 4)
+        (outcome,) = await bench.reports.wait_for(1)
+        assert "on demand" in outcome.error
+        sender.progressed(1, [0, 1], 8)
+        assert (outcome.spans, outcome.in_doubt, sender.num_tickets) == ((), False, 0)
         bench.check_sinks({})
 
     run(body, [2], [2])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from stagemesh.shared.core.commands import COUNT, HANDLE, START, Step
+from stagemesh.shared.core.commands import COUNT, HANDLE, START, Step, TokenLogprobs
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
@@ -222,6 +222,18 @@ def test_a_prompt_without_a_ticket_is_over_with_its_token() -> None:
     token = token_at(prompt.ref, 6)
     assert prompt.outputs == [SequenceOutput(prompt.ref, (token,), SequenceEnd.LENGTH)]
     sim.check_all_is_back()
+
+
+def test_log_probabilities_go_with_the_first_token() -> None:
+    sim = PrefillSim(num_stages=1, num_pages=8, chunk_size=8)
+    prompts = [sim.submit(num_tokens, ticket=False) for num_tokens in (2, 3)]
+    sim.poll()
+    said = TokenLogprobs(-0.5)
+    sim.scheduler.result(1, np.array([4, 5]), {1: said})
+    assert sim.scheduler.poll().outputs == [
+        SequenceOutput(prompts[0].ref, (4,), SequenceEnd.LENGTH),
+        SequenceOutput(prompts[1].ref, (5,), SequenceEnd.LENGTH, logprobs=(said,)),
+    ]
 
 
 def test_a_first_token_that_stops_says_so() -> None:
