@@ -12,7 +12,8 @@ from stagemesh.shared.core.commands import Ints, RowLogprobs
 from stagemesh.shared.core.directory import InstanceLoad
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule.describe import describe_prefill
-from stagemesh.shared.engine.schedule.prefill import FailedTicket, PrefillScheduler
+from stagemesh.shared.engine.schedule.prefill import PrefillScheduler
+from stagemesh.shared.engine.schedule.prefill_state import FailedTicket
 from stagemesh.shared.errors import ProtocolViolation, Retryable, StagemeshError
 from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.entry import Entry

@@ -16,6 +16,7 @@ from stagemesh.services.router.placement import max_request_tokens
 from stagemesh.services.router.record import RouterRecords
 from stagemesh.services.router.request import Ending, LiveRequest
 from stagemesh.services.router.stop import StopMatcher
+from stagemesh.services.router.turns import Turns
 from stagemesh.services.router.validate import Limits, check_prompt, sampling_params
 from stagemesh.shared.config import RouterSection
 from stagemesh.shared.core.identity import RequestRef
@@ -52,6 +53,7 @@ class GeneratorService:
         self._section, self._model, self._dtype, self._config = section, model, dtype, config
         self._tokenizer, self._mesh, self._tickets, self._log = tokenizer, mesh, tickets, log
         self._live: dict[str, LiveRequest | None] = {}
+        self._turns = Turns()
         self._refusing = False
         self.records = RouterRecords()
         self._empty = asyncio.Event()
@@ -71,7 +73,9 @@ class GeneratorService:
                 if not request.HasField("token_ids"):
                     self.records.tokenized(record)
                 sampling = sampling_params(request, len(token_ids), limits, seed=secrets.randbits(63))
-                live = self._live[request_id] = LiveRequest(RequestRef(request_id, 1), sampling, token_ids)
+                live = self._live[request_id] = LiveRequest(
+                    RequestRef(request_id, 1), sampling, token_ids, turns=self._turns
+                )
                 self.records.taken(record, live)
                 await live.start(self._mesh, self._tickets)
                 async for response in self._follow(live, request):

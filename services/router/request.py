@@ -16,6 +16,7 @@ from stagemesh.services.router.directory import MeshView
 from stagemesh.services.router.opening import Tickets
 from stagemesh.services.router.placement import Placement, place
 from stagemesh.services.router.session import HeadSession
+from stagemesh.services.router.turns import Turns
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
@@ -43,10 +44,12 @@ class LiveRequest:
     ticket_s: float | None = None  # it came so long after the start
     first_token_s: float | None = None
     completion_tokens: int = 0
+    turns: Turns = field(default_factory=Turns)  # the router's, which all its requests share
     _fresh: list[FreshToken] = field(default_factory=list)
     _ending: Ending | None = None
     _error: Exception | None = None
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _turn: asyncio.Event = field(default_factory=asyncio.Event)
+    _asks: bool = False  # its client waits for what comes
     _prefill: HeadSession | None = None
     _decode: HeadSession | None = None
 
@@ -113,7 +116,11 @@ class LiveRequest:
             self._error = Rejected(name, message or output.error)
         else:
             self._take(output)
-        self._news.set()
+        self._on_news()
+
+    def _on_news(self) -> None:
+        if self._asks:
+            self.turns.ask(self._turn)
 
     def _take(self, output: SequenceOutput) -> None:
         if self.first_token_s is None:
@@ -129,7 +136,7 @@ class LiveRequest:
         """The client does not want more of it."""
         if self._ending is None and self._error is None:
             self._ending = Ending(None)
-            self._news.set()
+            self._on_news()
 
     # -- outputs out --
 
@@ -141,11 +148,15 @@ class LiveRequest:
     async def next(self) -> tuple[list[FreshToken], Ending | None]:
         """All tokens that have come since the last call, and the ending if there will be no more. Raises what failed
         the request: Retryable or Rejected."""
-        while not self._fresh and self._ending is None:
-            if self._error is not None:
-                raise self._error
-            self._news.clear()
-            await self._news.wait()
+        self.turns.done(self._turn)
+        self._turn.clear()
+        self._asks = True
+        if self._fresh or self._ending is not None or self._error is not None:
+            self._on_news()
+        await self._turn.wait()
+        self._asks = False
+        if self._error is not None and not self._fresh:
+            raise self._error
         fresh, self._fresh = self._fresh, []
         return fresh, self._ending
 
@@ -183,6 +194,7 @@ class LiveRequest:
 
     def release(self) -> None:
         """However it has ended: neither head works on it any more."""
+        self.turns.done(self._turn)
         for session in (self._prefill, self._decode):
             if session is not None:
                 session.abort(self.ref)

@@ -1,11 +1,6 @@
 """The stream between this router and one head: requests up, a step's outputs down.
 
 opening --stream is up--> up --end of stream--> down: every request that runs there fails
-outputs: read from the stream --> waiting, one place a request --> handed to its receiver when it is its turn
-
-A turn of the loop hands on to a few receivers only, and reads the next step if it is there. So a router that falls
-behind reads on, and what waits for a receiver meanwhile becomes one message to its client instead of several, each of
-which costs far more than a token.
 """
 
 from __future__ import annotations
@@ -14,7 +9,6 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from itertools import islice
 from typing import Any, Protocol
 
 from stagemesh.shared.codec.arrays import to_bytes
@@ -33,7 +27,6 @@ from stagemesh.shared.rpc.client import Client
 
 INSTANCE = instance_pb2.DESCRIPTOR.services_by_name["Instance"]
 MAX_QUEUED = 20_000
-RECEIVERS_A_TURN = 32  # some 2 ms of work
 
 
 class Receiver(Protocol):
@@ -53,8 +46,6 @@ class HeadSession:
         self._log = log.bind(instance_name=info.ref.name, instance_epoch=info.ref.epoch)
         self._outgoing: asyncio.Queue[instance_pb2.SessionUp | None] = asyncio.Queue(MAX_QUEUED)
         self._receivers: dict[RequestRef, Receiver] = {}
-        self._waiting: dict[RequestRef, tuple[Receiver, list[SequenceOutput]]] = {}
-        self._some_wait = asyncio.Event()
         self.up = self.ended = False
         self._made_s = time.monotonic()
         spawn(self._run())
@@ -93,7 +84,6 @@ class HeadSession:
 
     def abort(self, request: RequestRef) -> None:
         """Nothing more of this request is wanted. A no-op once it has ended."""
-        self._waiting.pop(request, None)
         if self._receivers.pop(request, None) is not None and self.up:
             abort = instance_pb2.SessionUp.AbortSequence(request=request_to_pb(request))
             self._put(instance_pb2.SessionUp(abort=abort))
@@ -128,11 +118,10 @@ class HeadSession:
                 await stream.send(instance_pb2.SessionUp(open=opening))
                 self.up = True
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(work) for work in (self._read(stream), self._hand_on())]
+                    reader = group.create_task(self._read(stream))
                     while (message := await self._outgoing.get()) is not None:
                         await stream.send(message)
-                    for task in tasks:
-                        task.cancel()
+                    reader.cancel()
         except* StagemeshError as errors:
             reason = str(errors.exceptions[0])
         finally:
@@ -145,28 +134,11 @@ class HeadSession:
                 if output.end is not None:
                     self._receivers.pop(output.request, None)
                 if receiver is not None:
-                    self._waiting.setdefault(output.request, (receiver, []))[1].append(output)
-            self._some_wait.set()
+                    receiver.on_output(self.ref, output)
         self._outgoing.put_nowait(None)
-
-    async def _hand_on(self) -> None:
-        while True:
-            await self._some_wait.wait()
-            self._give(RECEIVERS_A_TURN)
-            if not self._waiting:
-                self._some_wait.clear()
-            await asyncio.sleep(0)
-
-    def _give(self, num_receivers: int) -> None:
-        """To those that have waited longest."""
-        for request in list(islice(self._waiting, num_receivers)):
-            receiver, outputs = self._waiting.pop(request)
-            for output in outputs:
-                receiver.on_output(self.ref, output)
 
     def _fail_all(self, reason: str) -> None:
         self.up, self.ended = False, True
-        self._give(len(self._waiting))
         receivers, self._receivers = self._receivers, {}
         if receivers:
             self._log.warning("requests fail with their instance", requests=len(receivers), reason=reason)

@@ -25,7 +25,8 @@ from stagemesh.shared.core.commands import (
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.pages import pages_for
-from stagemesh.shared.engine.schedule.decode import Admission, DecodeScheduler
+from stagemesh.shared.engine.schedule.decode import DecodeScheduler
+from stagemesh.shared.engine.schedule.decode_state import Admission
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from tests.support.decode_request import SimRequest
 from tests.support.sim_stages import SimPipeline, token_at

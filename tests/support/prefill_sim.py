@@ -25,7 +25,8 @@ from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.pages import pages_for
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput, end_after
-from stagemesh.shared.engine.schedule.prefill import FailedTicket, PrefillActions, PrefillScheduler
+from stagemesh.shared.engine.schedule.prefill import PrefillScheduler
+from stagemesh.shared.engine.schedule.prefill_state import FailedTicket, PrefillActions
 from tests.support.prefill_prompt import TARGETS, Outgoing, SimPrompt
 from tests.support.sim_stages import SimPipeline, kv_at, token_at
 
@@ -73,13 +74,13 @@ class PrefillSim:
         self, num_tokens: int, sampling: SamplingParams | None = None, *, ticket: bool = True, group: str = "d"
     ) -> SimPrompt:
         number, sampling = len(self.prompts), sampling or SamplingParams(max_tokens=4 if ticket else 1)
-        ticket_id = f"t{number}" if ticket else ""
-        prompt = SimPrompt(RequestRef(f"r{number}", number % 2), ticket_id, num_tokens, sampling, group)
+        ref, ticket_id = RequestRef(f"r{number}", number % 2), f"t{number}" if ticket else ""
+        prompt = SimPrompt(ref, ticket_id, num_tokens, sampling, group)
         prompt.gone = not 0 < num_tokens <= self.scheduler.pages.num_pages * self.page_size
         self.prompts.append(prompt)
-        self.by_ref[prompt.ref] = self.by_ticket[ticket_id] = prompt  # those without a ticket share the empty id
-        tokens = np.array([token_at(prompt.ref, position) for position in range(num_tokens)], dtype=np.int64)
-        self.scheduler.submit(prompt.ref, sampling, tokens, ticket_id, group)
+        self.by_ref[ref] = self.by_ticket[ticket_id] = prompt  # those without a ticket share the empty id
+        tokens = np.array([token_at(ref, position) for position in range(num_tokens)], dtype=np.int64)
+        self.scheduler.submit(ref, sampling, tokens, ticket_id, group)
         self.check()
         return prompt
 
@@ -121,15 +122,14 @@ class PrefillSim:
     # -- what the stages do --
 
     def move(self, rank: int) -> None:
-        command = self.pipeline.move(rank)
-        if command is None:
+        if (command := self.pipeline.move(rank)) is None:
             return
         stage, sending = self.pipeline.stages[rank], self.sending[rank]
         for join in command.joins:
             if join.send is not None:
                 sending[join.handle] = Outgoing(self.by_handle[join.handle])
         for row in [] if command.step is None else command.step.rows.tolist():
-            if (outgoing := sending.get(row[HANDLE])) is not None and not outgoing.over:
+            if (outgoing := sending.get(row[HANDLE])) and not outgoing.over:
                 outgoing.progressed(row[START] + row[COUNT], self.page_size)
         for handle in command.cancels:
             if handle in sending:
@@ -223,7 +223,7 @@ class PrefillSim:
             assert not self._in_flight(handle)
             prompt.dropped = True
         for handle in command.cancels:
-            assert self.by_handle[handle].unsettled
+            assert self.by_handle[handle].plan is not None  # settled perhaps by now: the stages take no note then
         for join in command.joins:
             self._check_join(join)
         if command.step is not None:
@@ -279,9 +279,7 @@ class PrefillSim:
             assert output.error.startswith("prompt: ")
 
     def _asked(self, prompt: SimPrompt) -> None:
-        assert not prompt.over
-        assert not prompt.asks
-        assert prompt.plan is None
+        assert (prompt.over, prompt.asks, prompt.plan) == (False, 0, None)
         prompt.asks += 1
 
     def _announced(self, prompt: SimPrompt) -> None:

@@ -27,14 +27,15 @@ class MicrobatchMachine(RuleBasedStateMachine):
     def build(self, count: int) -> None:
         self.count, self.batches = count, Microbatches(count)
 
-    @rule()
-    def join(self) -> None:
-        self.last_handle += 1
-        smallest = min(self.batches.sizes)
-        index = self.batches.join(self.last_handle)
-        assert self.batches.sizes[index] == smallest + 1
-        assert self.last_handle in self.batches.members(index)
-        self.here.append(self.last_handle)
+    @rule(count=st.integers(1, 6))
+    def join(self, count: int) -> None:
+        for _ in range(count):
+            self.last_handle += 1
+            smallest = min(self.batches.sizes)
+            index = self.batches.join(self.last_handle)
+            assert self.batches.sizes[index] == smallest + 1
+            assert self.last_handle in self.batches.members(index)
+            self.here.append(self.last_handle)
         self.calm_turns = 0
 
     @precondition(lambda self: self.here)
@@ -117,6 +118,16 @@ def test_the_surplus_that_moves_is_the_latest() -> None:
         batches.leave(handle)
     batches.rebalance(0, lambda _: True)
     assert (batches.members(0), batches.members(1)) == ((0, 2), (4,))
+
+
+def test_a_difference_of_two_is_one_too_much() -> None:
+    batches = Microbatches(2)
+    for handle in range(4):
+        batches.join(handle)
+    for handle in (1, 3):
+        batches.leave(handle)
+    batches.rebalance(0, lambda _: True)
+    assert batches.sizes == (1, 1)
 
 
 def test_one_sequence_is_in_one_microbatch() -> None:

@@ -11,7 +11,8 @@ from stagemesh.shared.core.commands import COUNT, HANDLE, START, Step, TokenLogp
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
-from stagemesh.shared.engine.schedule.prefill import FailedTicket, PrefillScheduler
+from stagemesh.shared.engine.schedule.prefill import PrefillScheduler
+from stagemesh.shared.engine.schedule.prefill_state import FailedTicket
 from stagemesh.shared.errors import Bug
 from tests.support.prefill_events import events, finish
 from tests.support.prefill_prompt import SimPrompt

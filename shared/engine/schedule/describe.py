@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 from stagemesh.shared.engine.issuer import Issuer
 from stagemesh.shared.engine.pages import PageAllocator, pages_for
-from stagemesh.shared.engine.schedule.decode import DecodeScheduler, DecodeSequence
-from stagemesh.shared.engine.schedule.prefill import PrefillScheduler, PrefillSequence
+from stagemesh.shared.engine.schedule.decode import DecodeScheduler
+from stagemesh.shared.engine.schedule.decode_state import DecodeSequence
+from stagemesh.shared.engine.schedule.prefill import PrefillScheduler
+from stagemesh.shared.engine.schedule.prefill_state import PrefillSequence
 from stagemesh.shared.fsm.sequence import SequenceState
 from stagemesh.shared.obs.entry import Detail, Entry
 
