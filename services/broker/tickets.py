@@ -143,6 +143,8 @@ class TicketBook:
             ticket.move(TicketEvent.RESERVE)
 
     def fill(self, ticket: Ticket) -> None:
+        if ticket.state is TicketState.QUIESCING:
+            raise Cancelled(f"ticket {ticket.ticket_id} has failed: {ticket.reason}")
         if ticket.state is not TicketState.FILLING:  # the announcement may come twice: its first answer was lost
             ticket.move(TicketEvent.FILL)
 

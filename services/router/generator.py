@@ -12,7 +12,7 @@ from typing import Any, Final
 from stagemesh.services.router.answer import Answer
 from stagemesh.services.router.directory import MeshView
 from stagemesh.services.router.opening import Tickets
-from stagemesh.services.router.placement import max_request_tokens
+from stagemesh.services.router.placement import max_prompt_tokens, max_request_tokens
 from stagemesh.services.router.record import RouterRecords
 from stagemesh.services.router.request import Ending, LiveRequest
 from stagemesh.services.router.stop import StopMatcher
@@ -118,6 +118,7 @@ class GeneratorService:
             max_text_bytes=self._section.max_text_bytes,
             eos_token_ids=self._config.eos_token_ids,
             default_max_tokens=self._section.default_max_tokens,
+            max_prompt_tokens=max_prompt_tokens(self._mesh),
         )
 
     def _admit(self, request_id: str) -> str:

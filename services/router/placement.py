@@ -45,6 +45,12 @@ def max_request_tokens(instances: Iterable[InstanceInfo]) -> int | None:
     return max((i.manifest.max_request_tokens for i in instances if i.role is Role.DECODE), default=None)
 
 
+def max_prompt_tokens(instances: Iterable[InstanceInfo]) -> int | None:
+    """Tokens of the largest prompt that some prefill instance can ever hold; None if none is there."""
+    pools = (i.manifest.num_pages * i.manifest.page_size for i in instances if i.role is Role.PREFILL)
+    return max(pools, default=None)
+
+
 def _holds(info: InstanceInfo, num_tokens: int) -> bool:
     return num_tokens <= info.manifest.num_pages * info.manifest.page_size
 

@@ -29,6 +29,7 @@ class Limits:
     max_text_bytes: int
     eos_token_ids: tuple[int, ...]
     default_max_tokens: int | None = None
+    max_prompt_tokens: int | None = None  # None: as many as `max_request_tokens` allows
 
 
 def check_prompt(request: generator_pb2.GenerateRequest, limits: Limits) -> None:
@@ -102,8 +103,8 @@ def _check_stop_strings(stops: list[str]) -> None:
 
 def _max_tokens(request: generator_pb2.GenerateRequest, prompt_tokens: int, limits: Limits) -> int:
     room = limits.max_request_tokens - prompt_tokens
-    if room < 1:
-        most = limits.max_request_tokens - 1
+    most = min(limits.max_request_tokens - 1, limits.max_prompt_tokens or limits.max_request_tokens)
+    if prompt_tokens > most:
         raise Rejected("prompt", f"must be 1..{most} tokens (context and page pool), got {prompt_tokens}")
     if not request.HasField("max_tokens"):
         return min(room, limits.default_max_tokens or room)

@@ -42,11 +42,16 @@ class LoadClient:
         self._start_s = start_s
         async with asyncio.TaskGroup() as group:
             for request in self._planned:
-                # also where nothing is to be waited for: a burst must not keep the loop from those already sent
-                await asyncio.sleep(max(0.0, request.arrival_s - self._now_s()))
+                await self._wait_until(request.arrival_s)
                 await self._slots.acquire()
                 group.create_task(self._follow(request))
         return tuple(self._records)
+
+    async def _wait_until(self, at_s: float) -> None:
+        """Gives way also where nothing is to be waited for: a burst must not keep the loop from those already sent."""
+        await asyncio.sleep(0)
+        while (left_s := at_s - self._now_s()) > 0.0:  # noqa: ASYNC110 - a timer may be a millisecond early
+            await asyncio.sleep(left_s)
 
     def _now_s(self) -> float:
         return time.monotonic() - self._start_s

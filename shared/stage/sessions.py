@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from stagemesh.shared.codec.mesh import request_from_pb
 from stagemesh.shared.codec.session import outputs_to_pb
 from stagemesh.shared.core.identity import RequestRef
-from stagemesh.shared.engine.schedule.output import SequenceOutput
+from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.errors import ProtocolViolation
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import instance_pb2
@@ -91,11 +91,7 @@ class Sessions:
     def _take(self, session: _Session, message: instance_pb2.SessionUp) -> None:
         match message.WhichOneof("kind"):
             case "submit":
-                request = request_from_pb(message.submit.request)
-                if request not in self._owner:
-                    self._owner[request] = session
-                    session.requests.add(request)
-                self._requests.on_submit(message.submit)
+                self._submit(session, message.submit)
             case "first_token":
                 request = request_from_pb(message.first_token.request)
                 self._requests.on_first_token(request, message.first_token.token_id)
@@ -105,6 +101,16 @@ class Sessions:
                 self._requests.on_abort(request)
             case kind:
                 raise ProtocolViolation(f"session message of unknown kind {kind}")
+
+    def _submit(self, session: _Session, submit: instance_pb2.SessionUp.Submit) -> None:
+        request = request_from_pb(submit.request)
+        if request in self._owner:  # of another router, perhaps: that one's goes on
+            refused = SequenceOutput(request, end=SequenceEnd.REJECTED, error="request_id: is in use by a live request")
+            session.outgoing.put_nowait(instance_pb2.SessionDown(outputs=outputs_to_pb([refused])))
+            return
+        self._owner[request] = session
+        session.requests.add(request)
+        self._requests.on_submit(submit)
 
     async def _send(self, session: _Session, context: Any) -> None:
         while True:

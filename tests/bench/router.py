@@ -1,7 +1,7 @@
 """How many tokens one router process carries: a real router between engines that compute nothing and real clients.
 
-    PYTHONPATH=.ns:. python tests/bench/router.py [--streams 500] [--tokens 300] [--paces 0,40]
-        [--clients 1] [--model smollm2]
+    PYTHONPATH=.ns python tests/bench/router.py [--streams 500] [--tokens 300] [--paces 40,0]
+        [--clients 1] [--spread] [--model smollm2]
 
 A pace is decode steps a second, each with a token for every stream; 0 is as fast as the router takes them, which then
 joins steps into one message where a client's stream has not been served yet. The router is kept on one core and the
@@ -91,13 +91,14 @@ def process(*arguments: str, core: set[int], stderr: int | None = None) -> Itera
 def router_address(router: subprocess.Popen[str]) -> str:
     """Where it listens, once it is up; what it says afterwards is read and dropped."""
     assert router.stderr is not None
+    heard = []
     for line in router.stderr:
+        heard.append(line)
         said = json.loads(line) if line.startswith("{") else {}
         if said.get("msg") == "router is up":
             threading.Thread(target=router.stderr.read, daemon=True).start()
             return str(said["address"])
-        sys.stderr.write(line)
-    raise SystemExit("the router did not start")
+    raise SystemExit("the router did not start:\n" + "".join(heard))
 
 
 @dataclass(frozen=True, slots=True)
