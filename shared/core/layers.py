@@ -39,21 +39,39 @@ class Leg:
     layers: LayerRange
 
 
-def split_layers(num_layers: int, pp_size: int, sizes: Sequence[int] | None = None) -> tuple[LayerRange, ...]:
-    """The ranges of `pp_size` stages: `sizes` layers each, or even with the leftover on the first stages.
+def split_layers(
+    num_layers: int, pp_size: int, sizes: Sequence[int] | None = None, *, head_layers: float = 0.0
+) -> tuple[LayerRange, ...]:
+    """The ranges of `pp_size` stages: `sizes` layers each, or such that the slowest stage is as quick as can be, with
+    leftovers on the first ones. `head_layers` is what the head costs the last stage, counted in layers.
 
     Raises Rejected if the sizes do not add up, or if a stage would have no layer.
     """
     if not 1 <= pp_size <= num_layers:
         raise Rejected("pp_size", f"must be in 1..{num_layers} (one layer a stage at least), got {pp_size}")
-    if sizes is None or not sizes:
-        base, leftover = divmod(num_layers, pp_size)
-        sizes = [base + (rank < leftover) for rank in range(pp_size)]
+    if not sizes:
+        sizes = _balanced(num_layers, pp_size, head_layers)
     if len(sizes) != pp_size or sum(sizes) != num_layers or min(sizes) < 1:
         raise Rejected(
             "layers", f"needs {pp_size} sizes of at least 1 that add up to {num_layers} layers, got {list(sizes)}"
         )
     return tuple(LayerRange(lo, hi) for lo, hi in pairwise(accumulate(sizes, initial=0)))
+
+
+def _balanced(num_layers: int, pp_size: int, head_layers: float) -> list[int]:
+    if pp_size == 1:
+        return [num_layers]
+    others = pp_size - 1
+
+    def cost(last: int) -> tuple[float, float, int]:
+        """The slowest stage, how far the quickest is from it, and the fewest layers where the head is."""
+        most, least = -(-(num_layers - last) // others), (num_layers - last) // others
+        slowest = max(most, last + head_layers)
+        return slowest, slowest - min(least, last + head_layers), last
+
+    last = min(range(1, num_layers - others + 1), key=cost)
+    base, leftover = divmod(num_layers - last, others)
+    return [*(base + (rank < leftover) for rank in range(others)), last]
 
 
 def plan_legs(writers: Sequence[LayerRange], targets: Sequence[LayerRange]) -> tuple[Leg, ...]:

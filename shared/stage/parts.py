@@ -50,7 +50,8 @@ def build_parts(
     torch.set_num_threads(config.stage_threads(os.cpu_count() or 1))
     source = open_model(config.model.spec)
     model_config, dtype = source.config, _DTYPES[config.model.dtype]
-    ranges = split_layers(model_config.num_layers, instance.pp_size, instance.layers)
+    head = model_config.head_layers if instance.role == "decode" else 0.0  # a prefill step samples a few rows at most
+    ranges = split_layers(model_config.num_layers, instance.pp_size, instance.layers, head_layers=head)
     layers, first, last = ranges[pp_rank], pp_rank == 0, pp_rank == instance.pp_size - 1
     num_pages = pool_pages(config, model_config, ranges, dtype)
     _check_fits(config, source, layers, num_pages, dtype, log, first=first, last=last)

@@ -94,3 +94,26 @@ def test_sizes_that_do_not_add_up_are_rejected_by_name(sizes: list[int]) -> None
     with pytest.raises(Rejected, match=r"^layers: needs 2 sizes .* 30 layers, got ") as caught:
         split_layers(30, 2, sizes)
     assert caught.value.field == "layers"
+
+
+@given(st.integers(1, 64), st.integers(1, 16))
+def test_without_a_head_the_split_is_even_with_leftovers_first(num_layers: int, pp_size: int) -> None:
+    if pp_size > num_layers:
+        return
+    sizes = [len(layers) for layers in split_layers(num_layers, pp_size)]
+    base, leftover = divmod(num_layers, pp_size)
+    assert sizes == [base + (rank < leftover) for rank in range(pp_size)]
+
+
+@given(st.integers(2, 64), st.integers(2, 8), st.floats(0, 30))
+def test_the_slowest_stage_is_as_quick_as_can_be(num_layers: int, pp_size: int, head: float) -> None:
+    if pp_size > num_layers:
+        return
+    *others, last = [len(layers) for layers in split_layers(num_layers, pp_size, head_layers=head)]
+    slowest = max(*others, last + head)
+    for other_last in range(1, num_layers - pp_size + 2):
+        assert slowest <= max(-(-(num_layers - other_last) // (pp_size - 1)), other_last + head)
+
+
+def test_a_large_head_takes_layers_off_the_last_stage() -> None:
+    assert [len(layers) for layers in split_layers(30, 2, head_layers=6.4)] == [18, 12]
