@@ -8,7 +8,7 @@ full=""
 if [ "${1:-}" = "--full" ]; then full=1; shift; fi
 bash deploy/install.sh --dev || exit 1
 bin="$PWD/.venv/bin"
-export PATH="$bin:$PATH" PYTHONPATH=.ns
+export PATH="$bin:$PATH" PYTHONPATH=.ns:.
 # what a test starts has this in its environment, so that what it leaves can be told from other people's processes
 export STAGEMESH_TEST_MARK="$$-$RANDOM$RANDOM"
 

@@ -20,7 +20,7 @@ from stagemesh.shared.pb import broker_pb2
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.runtime.backoff import delays
 
-MakeSession = Callable[[InstanceInfo], HeadSession]
+MakeSession = Callable[[InstanceInfo, Callable[[], None]], HeadSession]
 
 
 class MeshView:
@@ -78,7 +78,7 @@ class MeshView:
             self.sent[info.ref.name] = 0
             session = self._sessions.get(info.ref)
             if session is None or session.ended:
-                self._sessions[info.ref] = self._make_session(info)
+                self._sessions[info.ref] = self._make_session(info, self.changed.set)
         self.changed.set()
 
     def _remove(self, ref: InstanceRef) -> None:

@@ -56,7 +56,7 @@ class RouterService:
         broker = await stack.enter_async_context(Client(self._config.broker.listen, BROKER))
         name = f"router-{os.getpid()}"
         self._mesh = mesh = MeshView(
-            broker, name, lambda info: HeadSession(info, name, self._tasks.spawn, self._log), self._log
+            broker, name, lambda info, on_up: HeadSession(info, name, self._tasks.spawn, self._log, on_up), self._log
         )
         self._generator = GeneratorService(
             section=self._config.router,

@@ -36,12 +36,17 @@ class Receiver(Protocol):
 
 
 class HeadSession:
-    """`spawn` puts the session's task under the router's supervisor."""
+    """`spawn` puts the session's task under the router's supervisor; `on_up` is called when requests can be sent."""
 
     def __init__(
-        self, info: InstanceInfo, router: str, spawn: Callable[[Coroutine[Any, Any, None]], object], log: Log
+        self,
+        info: InstanceInfo,
+        router: str,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        log: Log,
+        on_up: Callable[[], None],
     ) -> None:
-        self.ref, self._router = info.ref, router
+        self.ref, self._router, self._on_up = info.ref, router, on_up
         self._address = info.address
         self._log = log.bind(instance_name=info.ref.name, instance_epoch=info.ref.epoch)
         self._outgoing: asyncio.Queue[instance_pb2.SessionUp | None] = asyncio.Queue(MAX_QUEUED)
@@ -117,6 +122,7 @@ class HeadSession:
                 opening = instance_pb2.SessionUp.Open(router=self._router, epoch=self.ref.epoch)
                 await stream.send(instance_pb2.SessionUp(open=opening))
                 self.up = True
+                self._on_up()
                 async with asyncio.TaskGroup() as group:
                     reader = group.create_task(self._read(stream))
                     while (message := await self._outgoing.get()) is not None:
