@@ -42,6 +42,7 @@ class RouterService:
         self._generator: GeneratorService | None = None
         self._mesh: MeshView | None = None
         self._address: str | None = None
+        self._server: Server | None = None
 
     @property
     def address(self) -> str | None:
@@ -74,10 +75,13 @@ class RouterService:
         stack.push_async_callback(server.stop)
         await self._wait_for_instances(stack, mesh)
         await server.set_serving(True)
+        self._server = server
         self._log.info("router is up", address=self._address)
         return [self._lag.run(), self._monitor.run()]
 
     async def withdraw(self) -> None:
+        if self._server is not None:
+            await self._server.set_serving(False)
         if self._generator is not None:
             self._generator.refuse()
 

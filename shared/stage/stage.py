@@ -85,6 +85,7 @@ class StageService:
         self._connector: Connector | None = None
         self._connected = asyncio.Event()
         self._lead: Lead | None = None
+        self._server: Server | None = None
 
     @property
     def address(self) -> str | None:
@@ -112,10 +113,13 @@ class StageService:
         self._notifier.status("connecting the stages")
         children = await self._connect(stack, parts, endpoint, receiver, own)
         await server.set_serving(True)
+        self._server = server
         self._log.info("stage is up", layers=f"[{parts.layers.lo}, {parts.layers.hi})", pages=parts.manifest.num_pages)
         return [*children, self._tasks.run(), self._lag.run(), self._monitor.run()]
 
     async def withdraw(self) -> None:
+        if self._server is not None:
+            await self._server.set_serving(False)
         if self._lead is not None:
             self._lead.leave()
 

@@ -116,7 +116,9 @@ def running_mesh(tmp_path: Path, *options: str, environ: Mapping[str, str] | Non
     """`stagemesh up` with `options`, ready at the start of the block and stopped at its end."""
     ready_file = tmp_path / "ready.json"
     command = ["-m", "stagemesh.shared.cli.main", "up", "--port", "0", "--ready-file", str(ready_file), *options]
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("STAGEMESH_")}
+    # but for the mark by which what is left behind would be found
+    kept = {"STAGEMESH_TEST_MARK"}
+    inherited = {k: v for k, v in os.environ.items() if k in kept or not k.startswith("STAGEMESH_")}
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
