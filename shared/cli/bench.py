@@ -68,7 +68,7 @@ async def _limits(router: str) -> tuple[int, int]:
     from stagemesh.shared.rpc.client import Client
 
     service = generator_pb2.DESCRIPTOR.services_by_name["Generator"]
-    async with Client(router, service) as client:
+    async with Client(router, service, wait=False) as client:
         info = await client.call("GetModelInfo", generator_pb2.GetModelInfoRequest(), timeout_s=CALL_TIMEOUT_S)
     return info.vocab_size, info.max_request_tokens
 

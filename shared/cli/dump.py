@@ -79,7 +79,7 @@ async def _known_to(router: str) -> Mapping[str, str]:
     from stagemesh.shared.rpc.client import Client
     from stagemesh.shared.rpc.inspect import INSPECT
 
-    async with Client(router, INSPECT) as client:
+    async with Client(router, INSPECT, wait=False) as client:
         reply = await client.call("Peers", inspect_pb2.PeersRequest(), timeout_s=ANSWER_TIMEOUT_S)
     return {peer.name: peer.address for peer in reply.peers}
 

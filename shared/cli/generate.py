@@ -8,8 +8,21 @@ from typing import Annotated, Any
 
 import typer
 
+from stagemesh.shared.errors import Rejected
+
 DEFAULT_ROUTER = "127.0.0.1:8470"
-RouterOption = Annotated[str, typer.Option("--router", help="HOST:PORT of the router.")]
+
+
+def checked_router(text: str) -> str:
+    """HOST:PORT, or Rejected."""
+    from stagemesh.shared.config.address import parse_address
+
+    if parse_address(text, "--router").port == 0:
+        raise Rejected("--router", f"expected HOST:PORT, got {text!r}")
+    return text
+
+
+RouterOption = Annotated[str, typer.Option("--router", help="HOST:PORT of the router.", callback=checked_router)]
 
 
 def register(app: typer.Typer) -> None:
@@ -56,7 +69,7 @@ async def _follow(router: str, request: Any, timeout_s: float, *, show: bool) ->
 
     service = generator_pb2.DESCRIPTOR.services_by_name["Generator"]
     text, token_ids, finished = "", [], generator_pb2.Finished()
-    async with Client(router, service) as client:
+    async with Client(router, service, wait=False) as client:
         async for response in client.receive("Generate", request, timeout_s=timeout_s):
             text += response.text
             token_ids += response.token_ids

@@ -82,7 +82,7 @@ async def _ask_all(router: str, method: str) -> dict[str, Any]:
     from stagemesh.shared.rpc.client import Client
     from stagemesh.shared.rpc.inspect import INSPECT
 
-    async with Client(router, INSPECT) as client:
+    async with Client(router, INSPECT, wait=False) as client:
         reply = await client.call("Peers", inspect_pb2.PeersRequest(), timeout_s=CALL_TIMEOUT_S)
     requests = {"Check": inspect_pb2.CheckRequest, "Trace": inspect_pb2.TraceRequest}
     answers = {}

@@ -32,7 +32,7 @@ def up(
     model: Annotated[
         str | None, typer.Option(help="smollm2, a directory, a GGUF file or dummy:PATH. [smollm2]")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. [cpu]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu. [cpu]")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float64 or bfloat16. [float32]")] = None,
     transfer: Annotated[str | None, typer.Option(help="The transfer backend. [mooncake]")] = None,
     num_pages: Annotated[int | None, typer.Option(help="KV pages of each instance.")] = None,
@@ -41,8 +41,8 @@ def up(
     max_running: Annotated[int | None, typer.Option(help="Sequences of a decode instance. [64]")] = None,
     prefill_pp: Annotated[int | None, typer.Option(min=1, help="Stages of a prefill instance. [2]")] = None,
     decode_pp: Annotated[int | None, typer.Option(min=1, help="Stages of a decode instance. [2]")] = None,
-    prefill_layers: Annotated[str | None, typer.Option(help="Layers a stage, as 12,18. [even]")] = None,
-    decode_layers: Annotated[str | None, typer.Option(help="Layers a stage, as 16,14. [even]")] = None,
+    prefill_layers: Annotated[str | None, typer.Option(help="Layers a stage, as 12,18. [balanced]")] = None,
+    decode_layers: Annotated[str | None, typer.Option(help="Layers a stage, as 16,14. [balanced]")] = None,
     prefill_instances: Annotated[int | None, typer.Option(min=1, help="[1]")] = None,
     decode_instances: Annotated[int | None, typer.Option(min=1, help="[1]")] = None,
 ) -> None:
@@ -50,6 +50,7 @@ def up(
 
     Returns when it is told to stop (Ctrl-C, SIGTERM) and has drained.
     """
+    from stagemesh.shared.cli.model_check import check_model
     from stagemesh.shared.runtime.reporter import Reporter
     from stagemesh.shared.runtime.supervisor import UpOptions, supervise
 
@@ -70,6 +71,7 @@ def up(
         raise Rejected("ready_file", f"its directory {ready_file.absolute().parent} does not exist")
     with ExitStack() as stack:
         effective = _effective_config(stack, config, run_dir, layout, given)
+        check_model(effective)
         options = UpOptions(
             config=effective,
             ready_file=ready_file.absolute() if ready_file else None,

@@ -17,6 +17,15 @@ _KEY_COMPLAINTS = (
     (re.compile(r"Object missing required field `(?P<key>.*)`"), "is missing"),
 )
 
+_TYPE_WORDS = (
+    (re.compile(r"`int( \| null)?`"), "a whole number"),
+    (re.compile(r"`float( \| null)?`"), "a number"),
+    (re.compile(r"`str( \| null)?`"), "text"),
+    (re.compile(r"`bool( \| null)?`"), "true or false"),
+    (re.compile(r"`object( \| null)?`"), "a table"),
+    (re.compile(r"`array( \| null)?`"), "a list"),
+)
+
 
 def convert_document(tables: Mapping[str, Any]) -> Config:
     """The tables of a config file as a Config whose single values are in range. Raises Rejected."""
@@ -66,6 +75,8 @@ def _in_file(path: str) -> str:
 def _expectation(what: str, type_: Any) -> str:
     if what.startswith("Invalid enum value"):
         return f"expected one of {', '.join(type_.__args__)}"
+    for pattern, text in _TYPE_WORDS:
+        what = pattern.sub(text, what)
     return what[:1].lower() + what[1:]
 
 

@@ -56,7 +56,7 @@ class ModelSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     path: Annotated[str, Meta(min_length=1)]
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
-    device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]+)?)$")] = "cpu"
+    device: Literal["cpu"] = "cpu"
 
     @property
     def spec(self) -> str:

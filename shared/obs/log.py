@@ -16,6 +16,8 @@ from typing import Any, Final, Literal, TextIO
 
 import msgspec
 
+from stagemesh.shared.errors import Rejected
+
 Form = Literal["json", "text"]
 FORM_VARIABLE: Final = "STAGEMESH_LOG"
 _ROOT: Final = "stagemesh"
@@ -92,10 +94,12 @@ class TextFormatter(_Formatter):
 
 
 def choose_form(environ: Mapping[str, str], stream: TextIO) -> Form:
-    """What STAGEMESH_LOG says, else text on a terminal and JSON elsewhere."""
+    """What STAGEMESH_LOG says, else text on a terminal and JSON elsewhere. Raises Rejected for any other word."""
     wanted = environ.get(FORM_VARIABLE)
     if wanted in ("json", "text"):
         return "text" if wanted == "text" else "json"
+    if wanted:
+        raise Rejected(FORM_VARIABLE, f"must be json or text, got {wanted!r}")
     return "text" if stream.isatty() else "json"
 
 

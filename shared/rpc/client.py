@@ -24,8 +24,9 @@ class Client:
     ProtocolViolation, Bug.
     """
 
-    def __init__(self, address: str, *services: ServiceDescriptor) -> None:
-        self.address = address
+    def __init__(self, address: str, *services: ServiceDescriptor, wait: bool = True) -> None:
+        """With `wait`, a call waits for a server that is not there (yet) until its deadline; else it fails at once."""
+        self.address, self._wait = address, wait
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._methods = {method.name: self._bind(method) for service in services for method in service.methods}
 
@@ -40,7 +41,7 @@ class Client:
     async def call(self, method: str, request: Message, *, timeout_s: float) -> Any:
         """A unary call; the answer."""
         try:
-            return await self._methods[method](request, timeout=timeout_s, wait_for_ready=True)
+            return await self._methods[method](request, timeout=timeout_s, wait_for_ready=self._wait)
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error, self.address) from None
         except asyncio.CancelledError:

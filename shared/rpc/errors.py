@@ -55,6 +55,10 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> StagemeshError:
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return Exhausted(details)
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED:
+            if "failed to connect" in details:  # the rest of it is for the library's authors
+                return Retryable(f"nothing answers at {peer}")
+            if details == "Deadline Exceeded":
+                return Retryable(f"{peer}: no answer in time (Deadline Exceeded)")
             return Retryable(f"{peer}: {details or code.name}")
         case grpc.StatusCode.CANCELLED:
             return Cancelled(f"{peer}: {details or code.name}")

@@ -48,7 +48,7 @@ def report_failure(error: BaseException) -> int:
     code = EXIT_REFUSED
     for leaf in _leaves(error):
         if isinstance(leaf, StagemeshError):
-            print(f"error: {type(leaf).__name__}: {leaf}", file=sys.stderr)
+            print(f"error: {leaf}", file=sys.stderr)
         else:
             traceback.print_exception(leaf)
             code = EXIT_FAILED

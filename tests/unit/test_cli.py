@@ -97,3 +97,31 @@ def test_a_stage_that_the_config_does_not_have_is_refused(
     done = stagemesh(*arguments, STAGEMESH_CONFIG=str(path))
     assert done.returncode == 2
     assert says in done.stderr
+
+
+@pytest.mark.parametrize("router", ["nowhere", "127.0.0.1:99999", "127.0.0.1:0"])
+def test_a_router_that_is_no_address_is_refused(router: str) -> None:
+    finished = stagemesh("generate", "--router", router, "hello")
+    assert finished.returncode == 2
+    assert "--router: " in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_a_router_that_is_not_there_is_said_at_once() -> None:
+    finished = stagemesh("check", "--router", "127.0.0.1:1")
+    assert (finished.returncode, finished.stderr) == (2, "error: nothing answers at 127.0.0.1:1\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "/nonexistent"], "/nonexistent"),
+        (["--device", "cuda"], "model.device: expected one of cpu"),
+        (["--prefill-layers", "4,5"], "instance prefill-0, layers: needs 2 sizes"),
+    ],
+)
+def test_what_can_never_start_is_refused_before_anything_does(options: list[str], message: str) -> None:
+    finished = stagemesh("up", *options)
+    assert finished.returncode == 2
+    assert message in finished.stderr
+    assert "is ready" not in finished.stderr

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from stagemesh.shared.errors import Rejected
 from stagemesh.shared.obs.log import Form, Log, choose_form, configure
 
 
@@ -80,8 +81,11 @@ def test_the_text_form_is_one_line_for_people() -> None:
     assert stream.getvalue()[13:] == "WARNING decode-0/1 slow lag_s=0.5\n"
 
 
-@pytest.mark.parametrize(
-    ("environ", "form"), [({}, "json"), ({"STAGEMESH_LOG": "text"}, "text"), ({"STAGEMESH_LOG": "odd"}, "json")]
-)
+def test_a_form_that_there_is_not_is_refused() -> None:
+    with pytest.raises(Rejected, match="STAGEMESH_LOG: must be json or text, got 'odd'"):
+        choose_form({"STAGEMESH_LOG": "odd"}, io.StringIO())
+
+
+@pytest.mark.parametrize(("environ", "form"), [({}, "json"), ({"STAGEMESH_LOG": "text"}, "text")])
 def test_without_a_terminal_the_form_is_json_unless_asked_otherwise(environ: dict[str, str], form: str) -> None:
     assert choose_form(environ, io.StringIO()) == form

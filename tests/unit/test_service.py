@@ -193,8 +193,8 @@ def test_the_lag_sampler_samples_a_running_loop() -> None:
 def test_a_failure_is_a_line_for_what_we_raise_and_a_traceback_for_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
     refused = ExceptionGroup("start", [Rejected("memory", "too little")])
     assert report_failure(refused) == EXIT_REFUSED
-    assert capsys.readouterr().err == "error: Rejected: memory: too little\n"
+    assert capsys.readouterr().err == "error: memory: too little\n"
     assert report_failure(ExceptionGroup("start", [refused, ValueError("odd")])) == EXIT_FAILED
     said = capsys.readouterr().err
-    assert "error: Rejected: memory: too little\n" in said
+    assert "error: memory: too little\n" in said
     assert "ValueError: odd" in said

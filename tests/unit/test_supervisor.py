@@ -90,7 +90,7 @@ def test_a_process_that_dies_is_named_with_its_last_lines_and_the_rest_is_draine
     ("behaviour", "status", "says"),
     [
         ("prefill-0/1=crash", 1, "RuntimeError: no such luck"),
-        ("prefill-0/1=refuse", 2, "error: Rejected: memory: needs 2 GiB, has 1 GiB"),
+        ("prefill-0/1=refuse", 2, "error: memory: needs 2 GiB, has 1 GiB"),
     ],
 )
 def test_a_process_that_cannot_start_is_named_with_the_reason(
