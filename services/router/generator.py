@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import time
 import uuid
@@ -54,6 +55,8 @@ class GeneratorService:
         self._tokenizer, self._mesh, self._tickets, self._log = tokenizer, mesh, tickets, log
         self._live: dict[str, LiveRequest | None] = {}
         self._turns = Turns()
+        # heads may still be letting go of a request whose id is used again, here or by another router
+        self._attempts = itertools.count(secrets.randbelow(1 << 30) + 1)
         self._refusing = False
         self.records = RouterRecords()
         self._empty = asyncio.Event()
@@ -74,7 +77,7 @@ class GeneratorService:
                     self.records.tokenized(record)
                 sampling = sampling_params(request, len(token_ids), limits, seed=secrets.randbits(63))
                 live = self._live[request_id] = LiveRequest(
-                    RequestRef(request_id, 1), sampling, token_ids, turns=self._turns
+                    RequestRef(request_id, next(self._attempts)), sampling, token_ids, turns=self._turns
                 )
                 self.records.taken(record, live)
                 await live.start(self._mesh, self._tickets)

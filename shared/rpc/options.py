@@ -18,7 +18,7 @@ _BOTH: Final = (
 CHANNEL_OPTIONS: Final = (
     *_BOTH,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 10_000),  # which is how long an attempt may take: a busy peer is slow to answer
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_http_proxy", 0),  # the mesh's own addresses never go through a proxy
     ("grpc.use_local_subchannel_pool", 1),

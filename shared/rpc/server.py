@@ -6,11 +6,12 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -69,32 +70,47 @@ def _handler(method: MethodDescriptor, implementation: object) -> Any:
     call = getattr(implementation, method.name)
     kind = "stream" if method.client_streaming else "unary"
     answer, wrap = ("stream", _streaming) if method.server_streaming else ("unary", _unary)
+    # requests are parsed by us: a message that is none would be an internal error of the library's
+    read = _read_stream if method.client_streaming else _read
+    request = GetMessageClass(method.input_type)
     return getattr(grpc, f"{kind}_{answer}_rpc_method_handler")(
-        wrap(call, method.full_name),
-        request_deserializer=GetMessageClass(method.input_type).FromString,
+        wrap(call, method.full_name, lambda data: read(request, data)),
         response_serializer=GetMessageClass(method.output_type).SerializeToString,
     )
 
 
-def _unary(call: Any, name: str) -> Any:
+def _read(kind: type[Message], data: bytes) -> Message:
+    """Raises Rejected for bytes that are no such message."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise Rejected("message", f"is no {kind.DESCRIPTOR.name}: {error}") from None
+
+
+async def _read_stream(kind: type[Message], stream: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+    async for data in stream:
+        yield _read(kind, data)
+
+
+def _unary(call: Any, name: str, read: Callable[[Any], Any]) -> Any:
     @functools.wraps(call)
     async def handle(request: Any, context: Any) -> Any:
         try:
-            return await call(request, context)
+            return await call(read(request), context)
         except Exception as error:
             await _abort(context, error, name)
 
     return handle
 
 
-def _streaming(call: Any, name: str) -> Any:
+def _streaming(call: Any, name: str, read: Callable[[Any], Any]) -> Any:
     if not inspect.isasyncgenfunction(call):
-        return _unary(call, name)  # it writes to the context itself
+        return _unary(call, name, read)  # it writes to the context itself
 
     @functools.wraps(call)
     async def handle(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            async for message in call(request, context):
+            async for message in call(read(request), context):
                 yield message
         except Exception as error:
             await _abort(context, error, name)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
@@ -271,3 +272,27 @@ def test_nonsense_gets_typed_errors_and_disturbs_nobody(mesh: RunningMesh) -> No
 @pytest.mark.full
 def test_a_thousand_malformed_requests(mesh: RunningMesh) -> None:
     storm_of_nonsense(mesh, 1000)
+
+
+def test_bytes_that_are_no_request_are_the_clients_mistake(mesh: RunningMesh) -> None:
+    async def send() -> None:
+        async with grpc.aio.insecure_channel(mesh.router) as channel:
+            call = channel.unary_stream("/stagemesh.v1.Generator/Generate")
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await anext(aiter(call(b"\x12\x03\xff\xfe\xfd")))
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "message: is no GenerateRequest" in (raised.value.details() or "")
+
+    asyncio.run(send())
+
+
+def test_an_id_can_be_used_again_the_moment_its_client_has_gone(mesh: RunningMesh) -> None:
+    async def again_and_again() -> None:
+        async with Client(mesh.router, GENERATOR) as client:
+            for _ in range(20):
+                request = token_request(PROMPT, 60, ignore_eos=True, request_id="again")
+                await generate(client, request, on_response=lambda _: False)
+            whole = await generate(client, token_request(PROMPT, 60, ignore_eos=True, request_id="again"))
+        assert len(whole.token_ids) == 60
+
+    asyncio.run(again_and_again())
