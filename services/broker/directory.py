@@ -50,3 +50,15 @@ class Directory:
             return None
         del self._instances[ref.name]
         return Change(removed=(ref,))
+
+
+def flaw(info: InstanceInfo) -> str | None:
+    """What is wrong with an instance's description of itself, or None: routers and heads rely on it."""
+    manifest, ends = info.manifest, [0, *(stage.layers.hi for stage in info.stages)]
+    if not info.ref.name or not info.address:
+        return "it has no name or no address"
+    if min(manifest.page_size, manifest.num_pages, manifest.num_layers, manifest.max_context) < 1:
+        return "its manifest has a size below 1"
+    if [stage.layers.lo for stage in info.stages] != ends[:-1] or ends[-1] != manifest.num_layers:
+        return f"its stages do not cover {manifest.num_layers} layers, one after the other"
+    return None

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from stagemesh.services.broker.describe import ReportTimes, describe_instance, describe_ticket
-from stagemesh.services.broker.directory import Directory
+from stagemesh.services.broker.directory import Directory, flaw
 from stagemesh.services.broker.heads import Heads
 from stagemesh.services.broker.tickets import Action, Close, Commit, TicketBook, WriterOutcome, spans_of
 from stagemesh.services.broker.watchers import Updates, Watchers
@@ -46,6 +46,7 @@ from stagemesh.shared.runtime.service import Child, run_service
 from stagemesh.shared.runtime.tasks import Tasks
 
 LOST_AFTER_S = 2.0
+ROUTER_GONE_AFTER_S = 5.0
 
 
 class BrokerService:
@@ -61,6 +62,7 @@ class BrokerService:
         self._reports: dict[InstanceRef, ReportTimes] = {}
         self._reserving: dict[str, float] = {}  # ticket -> since when its pages are being asked for
         self._reserve_wait = waits()
+        self._routers: Counter[str] = Counter()  # streams of each that watches
         self._address: str | None = None
 
     @property
@@ -108,13 +110,25 @@ class BrokerService:
         self, request: broker_pb2.WatchRequest, context: Any
     ) -> AsyncIterator[broker_pb2.DirectoryUpdate]:
         updates = self._watchers.add()
+        self._routers[request.router] += 1
         try:
             while (update := await updates.get()) is not None:
                 yield update
         finally:
             self._watchers.remove(updates)
+            self._routers[request.router] -= 1
+            self._tasks.spawn(self._router_gone(request.router))
+
+    async def _router_gone(self, router: str) -> None:
+        """A router whose stream has broken watches again within moments; one that does not is gone."""
+        await asyncio.sleep(ROUTER_GONE_AFTER_S)
+        if not self._routers[router]:
+            del self._routers[router]
+            self._carry_out(self._tickets.abandon(router))
 
     def _report(self, info: InstanceInfo) -> None:
+        if (problem := flaw(info)) is not None:
+            raise ProtocolViolation(f"a report of {info.ref.name!r}: {problem}")
         known = self._directory.get(info.ref)
         change = self._directory.report(info)
         if change is None:
@@ -156,7 +170,7 @@ class BrokerService:
         if (difference := mismatch(prefill.manifest, decode.manifest)) is not None:
             raise Rejected("manifest", f"{prefill.ref} and {decode.ref} do not fit: {difference}")
         ref = RequestRef(request.request_id, request.attempt)
-        ticket = self._tickets.open(ref, prefill, decode, request.prompt_tokens, request.max_tokens)
+        ticket = self._tickets.open(ref, prefill, decode, request.prompt_tokens, request.max_tokens, request.router)
         return broker_pb2.OpenTicketReply(ticket_id=ticket.ticket_id)
 
     async def Reserve(  # noqa: N802

@@ -67,6 +67,7 @@ class Ticket:
     num_pages: int
     legs: tuple[Leg, ...]
     num_writers: int
+    router: str = ""
     state: TicketState = TICKET.initial
     opened_s: float = field(default_factory=time.monotonic)  # for people, as is `since_s`
     since_s: float = field(default_factory=time.monotonic)  # in this state
@@ -113,7 +114,13 @@ class TicketBook:
         return iter(self._tickets.values())
 
     def open(
-        self, request: RequestRef, prefill: InstanceInfo, decode: InstanceInfo, prompt_tokens: int, max_tokens: int
+        self,
+        request: RequestRef,
+        prefill: InstanceInfo,
+        decode: InstanceInfo,
+        prompt_tokens: int,
+        max_tokens: int,
+        router: str = "",
     ) -> Ticket:
         self._opened += 1
         ticket = Ticket(
@@ -126,6 +133,7 @@ class TicketBook:
             num_pages=pages_for(prompt_tokens, decode.manifest.page_size),
             legs=plan_legs([s.layers for s in prefill.stages], [s.layers for s in decode.stages]),
             num_writers=len(prefill.stages),
+            router=router,
         )
         self._tickets[ticket.ticket_id] = ticket
         return ticket
@@ -142,7 +150,14 @@ class TicketBook:
         if ticket.state is not TicketState.RESERVED:
             ticket.move(TicketEvent.RESERVE)
 
+    def abandon(self, router: str) -> list[Action]:
+        """A router is gone. What heads have heard of ends with its sessions; of what is only opened nobody knows."""
+        opened = [t for t in self._tickets.values() if t.router == router and t.state is TicketState.OPENED]
+        return [action for ticket in opened for action in self.fail(ticket, f"{router} is gone")]
+
     def fill(self, ticket: Ticket) -> None:
+        if ticket.state is TicketState.OPENED:
+            raise ProtocolViolation(f"ticket {ticket.ticket_id} has no pages yet: nothing can be written")
         if ticket.state is TicketState.QUIESCING:
             raise Cancelled(f"ticket {ticket.ticket_id} has failed: {ticket.reason}")
         if ticket.state is not TicketState.FILLING:  # the announcement may come twice: its first answer was lost

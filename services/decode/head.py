@@ -56,6 +56,8 @@ class DecodeHead(Head):
         self.wake()
 
     def on_first_token(self, request: RequestRef, token_id: int) -> None:
+        if not 0 <= token_id < self._context.vocab_size:
+            raise ProtocolViolation(f"a first token must be in 0..{self._context.vocab_size - 1}, got {token_id}")
         self._scheduler.first_token(request, token_id)
         self.wake()
 

@@ -12,6 +12,7 @@ from stagemesh.shared.core.commands import Ints, RowLogprobs
 from stagemesh.shared.core.directory import InstanceLoad
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule.describe import describe_prefill
+from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.engine.schedule.prefill import PrefillScheduler
 from stagemesh.shared.engine.schedule.prefill_state import FailedTicket
 from stagemesh.shared.errors import ProtocolViolation, Retryable, StagemeshError
@@ -49,6 +50,10 @@ class PrefillHead(Head):
     def on_submit(self, submit: instance_pb2.SessionUp.Submit) -> None:
         request, sampling = request_from_pb(submit.request), sampling_from_pb(submit.sampling)
         tokens = to_array(submit.token_ids)
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._context.vocab_size:
+            error = f"token_ids: must be in 0..{self._context.vocab_size - 1}"
+            self._sessions.deliver([SequenceOutput(request, end=SequenceEnd.REJECTED, error=error)])
+            return
         self._scheduler.submit(request, sampling, tokens, submit.ticket_id, submit.decode_instance)
         self.wake()
 

@@ -66,7 +66,7 @@ class RouterService:
             config=source.config,
             tokenizer=tokenizer,
             mesh=mesh,
-            tickets=Tickets(BrokerClient(broker), self._tasks.spawn),
+            tickets=Tickets(BrokerClient(broker, name), self._tasks.spawn),
             log=self._log,
         )
         inspect = InspectService(self, self._tracer, self._peers, metrics_address=self._monitor.address)

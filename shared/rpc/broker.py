@@ -27,8 +27,9 @@ class Reservation:
 class BrokerClient:
     """The unary calls. All raise what `Client` raises."""
 
-    def __init__(self, client: Client) -> None:
-        self.client = client
+    def __init__(self, client: Client, router: str = "") -> None:
+        """`router` is the name under which a router watches."""
+        self.client, self._router = client, router
 
     async def open_ticket(
         self, request: RequestRef, prefill: InstanceRef, decode: InstanceRef, prompt_tokens: int, max_tokens: int
@@ -40,6 +41,7 @@ class BrokerClient:
             decode=ref_to_pb(decode),
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
+            router=self._router,
         )
         reply = await self.client.call("OpenTicket", message, timeout_s=CALL_TIMEOUT_S)
         return str(reply.ticket_id)

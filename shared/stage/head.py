@@ -38,6 +38,7 @@ class HeadContext:
     issue: Callable[[Command], None]
     spawn: Callable[[Coroutine[Any, Any, None]], object]
     broker: BrokerClient
+    vocab_size: int
     tracer: Tracer
     log: Log
 

@@ -169,7 +169,13 @@ class StageService:
             children += [ring.run(next_stage), self._ring_in.watch(self._on_stop)]
         if parts.first:
             info = InstanceInfo(ref, Role(self._instance.role), own.address, parts.manifest, stages)
-            self._lead = Lead(self._config, self._make_head(self._head_context(info, broker)), info, broker, bus)
+            self._lead = Lead(
+                self._config,
+                self._make_head(self._head_context(info, broker, parts.config.vocab_size)),
+                info,
+                broker,
+                bus,
+            )
             self._node.head = self._lead.head
             children += self._lead.children()
         return children
@@ -221,7 +227,7 @@ class StageService:
         assert self._node is not None
         self._node.settled(ticket_id, pp_rank)
 
-    def _head_context(self, info: InstanceInfo, broker: Client) -> HeadContext:
+    def _head_context(self, info: InstanceInfo, broker: Client, vocab_size: int) -> HeadContext:
         assert self._node is not None
         return HeadContext(
             info=info,
@@ -229,6 +235,7 @@ class StageService:
             issue=self._node.issue,
             spawn=self._tasks.spawn,
             broker=BrokerClient(broker),
+            vocab_size=vocab_size,
             tracer=self._tracer,
             log=self._log.bind(epoch=info.ref.epoch),
         )

@@ -81,7 +81,7 @@ class Storm:
     def _moment_of(self, index: int) -> int:
         """Requests go off about in order: the moment lies around the time when this one is served."""
         responses = sum(self._lengths)
-        return int(responses * min(1.0, max(0.0, index / self._size.requests + self._rng.uniform(-0.2, 0.1))))
+        return int(responses * min(1.0, max(0.0, index / self._size.requests + self._rng.uniform(-0.3, 0.0))))
 
     def wanted_tokens(self, index: int) -> int:
         return self._lengths[index]

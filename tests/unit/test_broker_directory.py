@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.services.broker.directory import Change, Directory
+from stagemesh.services.broker.directory import Change, Directory, flaw
 from stagemesh.services.broker.watchers import MAX_QUEUED, Updates, Watchers
 from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad
 from stagemesh.shared.core.identity import InstanceRef
@@ -132,3 +133,20 @@ def test_a_watcher_that_does_not_keep_up_is_ended_and_holds_up_nobody(num_watche
             assert updates.index(None) == len(updates) - 1  # the end, after everything that came before it
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        (replace(instance_of("i", PREFILL), address=""), "no address"),
+        (replace(instance_of("i", PREFILL), stages=()), "do not cover 4 layers"),
+        (instance_of("i", PREFILL, num_layers=5), "do not cover 5 layers"),
+        (instance_of("i", PREFILL, page_size=0), "a size below 1"),
+    ],
+)
+def test_a_description_that_nobody_could_rely_on_is_named(wrong: InstanceInfo, problem: str) -> None:
+    assert problem in (flaw(wrong) or "")
+
+
+def test_a_sound_description_has_no_flaw() -> None:
+    assert flaw(instance_of("i", DECODE, sizes=(3, 1))) is None

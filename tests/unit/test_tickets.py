@@ -12,11 +12,11 @@ from stagemesh.services.broker.tickets import (
     WriterOutcome,
     spans_of,
 )
-from stagemesh.shared.core.identity import InstanceRef
+from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.layers import Leg
 from stagemesh.shared.errors import Cancelled, ProtocolViolation
-from stagemesh.shared.fsm.table import IllegalTransition
 from stagemesh.shared.fsm.ticket import TicketState
+from tests.support.instances import DECODE, PREFILL, instance_of
 from tests.support.ticket_lives import NUM_PAGES, all_of, open_ticket
 
 
@@ -180,7 +180,7 @@ def test_a_report_that_cannot_be_is_refused() -> None:
     ticket = open_ticket(book)
     with pytest.raises(ProtocolViolation, match="no writer reports now"):
         book.report(ticket, 0, all_of(ticket, 0))
-    with pytest.raises(IllegalTransition, match="fill in opened"):
+    with pytest.raises(ProtocolViolation, match="no pages yet"):
         book.fill(ticket)
     book.reserved(ticket)
     book.fill(ticket)
@@ -195,3 +195,18 @@ def test_tickets_are_counted_by_state() -> None:
     filling(book)
     counts = book.by_state()
     assert (counts["opened"], counts["filling"], sum(counts.values()), len(book)) == (1, 1, 2, 2)
+
+
+def test_a_router_that_is_gone_takes_the_tickets_with_it_that_only_it_knows() -> None:
+    book, pair = TicketBook("t"), (instance_of("p", PREFILL), instance_of("d", DECODE))
+    mine, others, asked = (book.open(RequestRef(r, 1), *pair, 8, 4, r) for r in ("gone", "here", "gone"))
+    book.reserved(asked)
+    assert {action.ticket.ticket_id for action in book.abandon("gone")} == {mine.ticket_id}
+    assert (mine.state, others.state, asked.state) == (TicketState.CLOSED, TicketState.OPENED, TicketState.RESERVED)
+    assert len(book) == 2
+
+
+def test_nothing_can_be_written_before_there_are_pages() -> None:
+    book = TicketBook("t")
+    with pytest.raises(ProtocolViolation, match="has no pages yet"):
+        book.fill(open_ticket(book))
