@@ -35,18 +35,24 @@ class ConnectReply(_message.Message):
     def __init__(self, ring: _Optional[_Union[_mesh_pb2.RegionKey, _Mapping]] = ..., num_slots: _Optional[int] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
 
 class RingMessage(_message.Message):
-    __slots__ = ("command", "data_ready", "applied", "result", "settled")
+    __slots__ = ("command", "data_ready", "applied", "result", "settled", "leaving")
     COMMAND_FIELD_NUMBER: _ClassVar[int]
     DATA_READY_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     command: Command
     data_ready: DataReady
     applied: Applied
     result: StepResult
     settled: Settled
-    def __init__(self, command: _Optional[_Union[Command, _Mapping]] = ..., data_ready: _Optional[_Union[DataReady, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ...) -> None: ...
+    leaving: Leaving
+    def __init__(self, command: _Optional[_Union[Command, _Mapping]] = ..., data_ready: _Optional[_Union[DataReady, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+
+class Leaving(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class RingClosed(_message.Message):
     __slots__ = ()

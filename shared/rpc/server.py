@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import os
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -61,9 +62,19 @@ class Server:
 
 
 def _remove_stale_socket(path: str) -> None:
-    """A socket left by a killed process. Its run directory is ours alone."""
-    if os.path.exists(path):
-        os.unlink(path)
+    """Removes a socket that a killed process has left. Raises Rejected if somebody listens there."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except FileNotFoundError:
+            return
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except OSError as error:
+            raise Rejected("listen", f"cannot listen on unix:{path}: {error}") from None
+        else:
+            raise Rejected("listen", f"cannot listen on unix:{path}: another process does")
 
 
 def _handler(method: MethodDescriptor, implementation: object) -> Any:

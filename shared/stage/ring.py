@@ -4,8 +4,9 @@ rank 0 --command--> rank 1 --command--> ... --> last rank          each passes i
        --data_ready-->     --data_ready-->
        --applied-->        --applied-->          --result, applied, settled--> rank 0, where the head is
 
-One stream a neighbour. A neighbour that ends it is being stopped, and the others follow; a stream that breaks is the
-loss of the instance: stages live and die as one. A ring of one stage has no streams: it is its own neighbour.
+One stream a neighbour. A neighbour that says it leaves is being stopped, and the others follow; a stream that ends
+without that is the loss of the instance: stages live and die as one. A ring of one stage has no streams: it is its own
+neighbour.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class RingOut:
         try:
             while (message := await self._queue.get()) is not None:
                 await stream.send(message)
+            await stream.send(stage_pb2.RingMessage(leaving=stage_pb2.Leaving()))
             await stream.finish()
         except StagemeshError as error:
             if not self._finishing:
@@ -135,8 +137,12 @@ class RingIn:
         self._connected = True
         try:
             async for message in messages:
-                deliver(message, self._listener)
-            self._finished = True
+                if message.HasField(
+                    "leaving"
+                ):  # a dead neighbour's stream may end as quietly as that of one that leaves
+                    self._finished = True
+                else:
+                    deliver(message, self._listener)
         finally:
             self.ended.set()
         return stage_pb2.RingClosed()

@@ -1,0 +1,116 @@
+"""The end of a ring's stream: a neighbour that leaves, and one that is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from stagemesh.shared.config import TransferSection
+from stagemesh.shared.errors import PeerLost, ProtocolViolation, Rejected
+from stagemesh.shared.pb import stage_pb2
+from stagemesh.shared.rpc.client import Client
+from stagemesh.shared.rpc.server import Server
+from stagemesh.shared.stage.ring import STAGE_LINK, RingIn, RingOut
+from stagemesh.shared.transfer.backends import open_endpoint
+
+
+class Heard:
+    """A listener that keeps what it hears of acknowledgements."""
+
+    def __init__(self) -> None:
+        self.applied: list[int] = []
+
+    def on_applied(self, number: int) -> None:
+        self.applied.append(number)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was not expected")
+
+
+async def stream(*messages: stage_pb2.RingMessage) -> AsyncIterator[stage_pb2.RingMessage]:
+    for message in messages:
+        yield message
+
+
+APPLIED = stage_pb2.RingMessage(applied=stage_pb2.Applied(number=3))
+LEAVING = stage_pb2.RingMessage(leaving=stage_pb2.Leaving())
+
+
+def test_a_stream_that_ends_without_a_word_is_a_loss() -> None:
+    async def run() -> None:
+        heard, finished = Heard(), asyncio.Event()
+        ring = RingIn(heard)
+        await ring.accept(stream(APPLIED))
+        with pytest.raises(PeerLost):
+            await ring.watch(finished.set)
+        assert (heard.applied, finished.is_set()) == ([3], False)
+
+    asyncio.run(run())
+
+
+def test_a_neighbour_that_leaves_is_no_loss() -> None:
+    async def run() -> None:
+        finished = asyncio.Event()
+        ring = RingIn(Heard())
+        await ring.accept(stream(APPLIED, LEAVING))
+        await ring.watch(finished.set)
+        assert finished.is_set()
+        with pytest.raises(ProtocolViolation, match="previous stage already"):
+            await ring.accept(stream())
+
+    asyncio.run(run())
+
+
+class Link:
+    """The next stage's server."""
+
+    def __init__(self) -> None:
+        self.heard = Heard()
+        self.ring = RingIn(self.heard)
+
+    async def Connect(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise AssertionError("not expected")
+
+    async def Ring(self, messages: Any, context: Any) -> stage_pb2.RingClosed:  # noqa: N802
+        return await self.ring.accept(messages)
+
+
+def test_what_is_queued_arrives_before_the_leave(tmp_path: Any) -> None:
+    async def run() -> None:
+        link, finished = Link(), asyncio.Event()
+        server = Server({STAGE_LINK: link})
+        address = await server.start(f"unix:{tmp_path}/s")
+        ring = RingOut()
+        async with Client(address, STAGE_LINK) as client, asyncio.TaskGroup() as group:
+            group.create_task(ring.run(client))
+            ring.applied(7)
+            await ring.finish()
+        await link.ring.watch(finished.set)
+        await server.stop()
+        assert (link.heard.applied, finished.is_set()) == ([7], True)
+
+    asyncio.run(run())
+
+
+def test_a_socket_that_somebody_listens_on_is_not_taken_away(tmp_path: Any) -> None:
+    async def run() -> None:
+        first, second = Server({STAGE_LINK: Link()}), Server({STAGE_LINK: Link()})
+        address = await first.start(f"unix:{tmp_path}/s")
+        with pytest.raises(Rejected, match="another process does"):
+            await second.start(address)
+        async with Client(address, STAGE_LINK) as client:
+            with pytest.raises(Exception, match="not expected"):
+                await client.call("Connect", stage_pb2.ConnectRequest(), timeout_s=10)  # the first one answers
+        await first.stop()
+        await second.start(address)
+        await second.stop()
+
+    asyncio.run(run())
+
+
+def test_a_transfer_host_that_has_no_address_is_refused() -> None:
+    with pytest.raises(Rejected, match=r"transfer.host: 'nohost.invalid' cannot be resolved"):
+        open_endpoint(TransferSection(host="nohost.invalid"))
