@@ -217,7 +217,7 @@ def test_a_stage_that_hangs_is_named_with_what_waits_for_it(mesh: RunningMesh) -
     async def run() -> tuple[dict[str, Any], list[Answer]]:
         async with decoding(mesh, 3) as tasks:
             requests = await entries_of(mesh, "request")
-            assert {entry.name for entry in requests} == {"d-0/1", "d-1/1", "d-2/1"}
+            assert {entry.name.partition("/")[0] for entry in requests} == {"d-0", "d-1", "d-2"}
             assert all(entry.on == ("decode-0",) or entry.state == "answering" for entry in requests)
             with stopped(mesh.pids["decode-0/1"]):  # for less time than it takes a neighbour to give it up
                 said = json.loads(await asyncio.to_thread(dump, mesh, "--json"))
@@ -233,10 +233,7 @@ def test_a_stage_that_hangs_is_named_with_what_waits_for_it(mesh: RunningMesh) -
     assert head["executor"]["on"] == ["decode-0/1"]
     assert head["step"]["waits_for"] == "its result"
     assert head["sequence"]["waits_for"] == "the results of its steps"
-    assert {entry["name"] for entry in said["router"]["entries"] if entry["kind"] == "request"} == {
-        "d-0/1",
-        "d-1/1",
-        "d-2/1",
-    }
+    named = [entry["name"] for entry in said["router"]["entries"] if entry["kind"] == "request"]
+    assert sorted(name.partition("/")[0] for name in named) == ["d-0", "d-1", "d-2"]
     assert [len(answer.token_ids) for answer in answers] == [FAR] * 3  # it has done no harm
     asyncio.run(mesh.check_idle())
