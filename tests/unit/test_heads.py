@@ -1,0 +1,54 @@
+"""Heads trust nobody with what would break a stage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from stagemesh.services.decode.head import DecodeHead
+from stagemesh.services.prefill.head import PrefillHead
+from stagemesh.shared.codec.arrays import to_bytes
+from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.engine.schedule.decode import DecodeScheduler
+from stagemesh.shared.engine.schedule.prefill import PrefillScheduler
+from stagemesh.shared.errors import ProtocolViolation
+from stagemesh.shared.obs.log import Log
+from stagemesh.shared.pb import instance_pb2
+from tests.support.instances import DECODE, PREFILL, instance_of
+
+VOCAB = 100
+
+
+def context(info: Any) -> Any:
+    log = Log(logging.getLogger("stagemesh.test"))
+    return cast("Any", SimpleNamespace(info=info, log=log, vocab_size=VOCAB))
+
+
+@pytest.mark.parametrize("token_ids", [[5, VOCAB], [-1, 5], [2**40]])
+def test_a_prompt_with_an_id_outside_the_vocabulary_never_reaches_a_stage(token_ids: list[int]) -> None:
+    async def run() -> int:
+        scheduler = PrefillScheduler(
+            num_pages=8, page_size=4, pp_size=1, chunk_size=8, max_sequences=4, reserve_ahead=1
+        )
+        head = PrefillHead(context(instance_of("p", PREFILL)), scheduler)
+        ref = instance_pb2.RequestRef(request_id="r", attempt=1)
+        sampling = instance_pb2.Sampling(max_tokens=1, top_p=1.0)
+        submit = instance_pb2.SessionUp.Submit(request=ref, sampling=sampling, token_ids=to_bytes(token_ids))
+        head.on_submit(submit)
+        return scheduler.held["sequences"]
+
+    assert asyncio.run(run()) == 0
+
+
+def test_a_first_token_outside_the_vocabulary_is_a_violation() -> None:
+    async def run() -> None:
+        scheduler = DecodeScheduler(num_pages=8, page_size=4, num_microbatches=1, max_running=4)
+        head = DecodeHead(context(instance_of("d", DECODE)), scheduler)
+        with pytest.raises(ProtocolViolation, match=r"must be in 0..99, got 100"):
+            head.on_first_token(RequestRef("r", 1), VOCAB)
+
+    asyncio.run(run())
