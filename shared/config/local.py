@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RoleLayout:
-    """`num_instances` pipelines of `pp_size` stages; `layers` a stage, empty for even."""
+    """`num_instances` pipelines of `pp_size` stages; `layers` a stage, empty for balanced ones."""
 
     pp_size: int = 2
     num_instances: int = 1
