@@ -101,7 +101,7 @@ class MetricsSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class InstanceSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A pipeline. `stages` are its `pp_size` listen addresses; `layers` the stages' layer counts, empty for balanced."""
+    """A pipeline. `stages` are its `pp_size` listen addresses; `layers` their layer counts, empty for balanced."""
 
     name: Name
     role: Role
