@@ -78,6 +78,7 @@ class EngineSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     reserve_ahead: Annotated[int, Meta(ge=0, le=1024)] = 2  # requests a prefill head asks pages for in advance
     ring_slots: Annotated[int, Meta(ge=2, le=1024)] | None = None  # None: from stages, extra_depth and run_ahead
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0  # torch threads of a stage; 0: the host's cores shared out
+    decode_nice: Annotated[int, Meta(ge=0, le=19)] = 5  # decode's forward passes yield cores that prefill shares
     drain_timeout_s: Seconds = 30.0
 
 

@@ -9,9 +9,12 @@ command without a step that every earlier stage has applied is acknowledged onwa
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -36,7 +39,8 @@ class Onwards(Protocol):
 
 
 class StageExecutor:
-    """`receiver` is None on the first stage, `sender` on the last, `kv` on decode stages."""
+    """`receiver` is None on the first stage, `sender` on the last, `kv` on decode stages. `nice` is how far its forward
+    passes yield the cores to other processes, 0..19."""
 
     def __init__(
         self,
@@ -48,8 +52,10 @@ class StageExecutor:
         kv: KvSender | None,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         tracer: Tracer,
+        nice: int = 0,
     ) -> None:
         self._runner, self._onwards = runner, onwards
+        self._nice = nice
         self._receiver, self._sender, self._kv = receiver, sender, kv
         self._spawn, self._tracer = spawn, tracer
         self._queue: asyncio.Queue[Command | int] = asyncio.Queue()  # bounded by the head's steps outstanding
@@ -96,7 +102,7 @@ class StageExecutor:
     async def run(self) -> None:
         """A child of the stage: runs until cancelled."""
         loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(1, thread_name_prefix="forward") as worker:
+        with ThreadPoolExecutor(1, "forward", partial(yield_cores, self._nice)) as worker:
             while True:
                 item = await self._queue.get()
                 if isinstance(item, int):
@@ -188,3 +194,9 @@ class StageExecutor:
                 self._kv.progressed(row[HANDLE], self._runner.pages_of(row[HANDLE]), row[START] + row[COUNT])
         for handle in command.cancels:
             self._kv.cancel(handle)
+
+
+def yield_cores(nice: int) -> None:
+    """Lowers the priority of this thread alone, and of the threads that computing starts from it: never the loop's."""
+    if nice:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

@@ -220,6 +220,7 @@ class StageService:
             kv=kv,
             spawn=self._tasks.spawn,
             tracer=self._tracer,
+            nice=self._config.engine.decode_nice if self._instance.role == "decode" else 0,
         )
         return StageNode(runner=parts.runner, executor=executor, ring=ring, tasks=self._tasks, kv=kv, last=parts.last)
 

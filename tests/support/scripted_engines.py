@@ -129,12 +129,15 @@ class LiveSequences:
         self._token_ids, self._num_streams = token_ids, num_streams
         self._wanted: dict[str, int] = {}
         self._left: dict[str, int] = {}
+        self._attempts: dict[str, int] = {}
         self.complete = asyncio.Event()
 
     def take(self, message: instance_pb2.SessionUp) -> None:
         match message.WhichOneof("kind"):
             case "submit":
-                self._wanted[message.submit.request.request_id] = message.submit.sampling.max_tokens - 1
+                request = message.submit.request
+                self._attempts[request.request_id] = request.attempt
+                self._wanted[request.request_id] = message.submit.sampling.max_tokens - 1
             case "first_token":
                 request_id = message.first_token.request.request_id
                 self._left[request_id] = self._wanted.pop(request_id)
@@ -147,7 +150,7 @@ class LiveSequences:
         made = instance_pb2.SessionDown()
         for shift, (request_id, left) in enumerate(list(self._left.items())):
             output = made.outputs.add()
-            output.request.request_id, output.request.attempt = request_id, 1
+            output.request.request_id, output.request.attempt = request_id, self._attempts[request_id]
             output.token_ids.append(self._token_ids[(shift + left) % len(self._token_ids)])
             self._left[request_id] = left - 1
             if left == 1:
