@@ -17,7 +17,11 @@ class Rejected(StagemeshError):
 
 
 class Exhausted(StagemeshError):
-    """No capacity now; nothing was started. The caller may come back later."""
+    """No capacity now; nothing was started. The caller may come back later: after `retry_after_s`, if that is known."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Retryable(StagemeshError):

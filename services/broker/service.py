@@ -193,8 +193,20 @@ class BrokerService:
         return broker_pb2.ReserveReply(pages=to_bytes(pages), targets=[stage_to_pb(s) for s in decode.stages])
 
     async def Fill(self, request: broker_pb2.FillRequest, context: Any) -> broker_pb2.FillReply:  # noqa: N802
-        self._tickets.fill(self._tickets.get(request.ticket_id))
-        return broker_pb2.FillReply()
+        filling = self._tickets.fill(self._tickets.get(request.ticket_id))
+        return broker_pb2.FillReply(taken_back=not filling)
+
+    async def Unreserve(  # noqa: N802
+        self, request: broker_pb2.UnreserveRequest, context: Any
+    ) -> broker_pb2.UnreserveReply:
+        """Refused while the pages are being asked for: an answer that names them may be on its way."""
+        if request.ticket_id in self._reserving:
+            return broker_pb2.UnreserveReply(accepted=False)
+        try:
+            ticket = self._tickets.get(request.ticket_id)
+        except Cancelled:  # the decode head hears of it by another call
+            return broker_pb2.UnreserveReply(accepted=False)
+        return broker_pb2.UnreserveReply(accepted=self._tickets.unreserve(ticket))
 
     async def ReportWriter(  # noqa: N802
         self, request: broker_pb2.WriterReport, context: Any

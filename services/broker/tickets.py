@@ -71,6 +71,7 @@ class Ticket:
     state: TicketState = TICKET.initial
     opened_s: float = field(default_factory=time.monotonic)  # for people, as is `since_s`
     since_s: float = field(default_factory=time.monotonic)  # in this state
+    taken_back: bool = False  # pages that it had
     reason: str = ""
     outcomes: dict[int, WriterOutcome] = field(default_factory=dict)
 
@@ -155,13 +156,25 @@ class TicketBook:
         opened = [t for t in self._tickets.values() if t.router == router and t.state is TicketState.OPENED]
         return [action for ticket in opened for action in self.fail(ticket, f"{router} is gone")]
 
-    def fill(self, ticket: Ticket) -> None:
+    def unreserve(self, ticket: Ticket) -> bool:
+        """The decode side wants its pages back. True unless somebody may write to them: then a fill is refused until
+        pages have been asked for again. May come twice: its first answer was lost."""
+        if ticket.state is TicketState.RESERVED:
+            ticket.move(TicketEvent.UNRESERVE)
+            ticket.taken_back = True
+        return ticket.state is TicketState.OPENED
+
+    def fill(self, ticket: Ticket) -> bool:
+        """Writes are about to begin. False if the pages have been taken back meanwhile."""
         if ticket.state is TicketState.OPENED:
+            if ticket.taken_back:
+                return False
             raise ProtocolViolation(f"ticket {ticket.ticket_id} has no pages yet: nothing can be written")
         if ticket.state is TicketState.QUIESCING:
             raise Cancelled(f"ticket {ticket.ticket_id} has failed: {ticket.reason}")
         if ticket.state is not TicketState.FILLING:  # the announcement may come twice: its first answer was lost
             ticket.move(TicketEvent.FILL)
+        return True
 
     def report(self, ticket: Ticket, pp_rank: int, outcome: WriterOutcome) -> list[Action]:
         """A writer has nothing in flight any more. Raises ProtocolViolation for a writer that the ticket has not."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +16,7 @@ from stagemesh.shared.core.directory import InstanceLoad
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 from stagemesh.shared.engine.schedule.describe import describe_decode
+from stagemesh.shared.engine.schedule.waiting import waiting
 from stagemesh.shared.errors import Cancelled, ProtocolViolation, StagemeshError
 from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.entry import Entry
@@ -21,18 +24,18 @@ from stagemesh.shared.obs.metrics import Sample
 from stagemesh.shared.pb import instance_pb2
 from stagemesh.shared.runtime.backoff import retry
 from stagemesh.shared.stage.head import Head, HeadContext
-from stagemesh.shared.stage.measure import measure_scheduling
+from stagemesh.shared.stage.measure import measure_ages, measure_pressure, measure_scheduling, measure_waiting
 
 
 class DecodeHead(Head):
     """Answers the broker's reservations when there are pages; joins what is committed; streams tokens a step at a
-    time."""
+    time. When pages run out it asks the broker which reservations nobody uses yet."""
 
     def __init__(self, context: HeadContext, scheduler: DecodeScheduler) -> None:
         super().__init__(context)
         self._scheduler = scheduler
+        self._again: asyncio.TimerHandle | None = None
         self._reserving: dict[str, asyncio.Future[tuple[int, ...]]] = {}
-        self._admitted: dict[str, tuple[int, ...]] = {}  # until the ticket commits or closes: an asked-again answer
 
     # -- events --
 
@@ -50,9 +53,23 @@ class DecodeHead(Head):
     def on_settled(self, ticket_id: str, pp_rank: int) -> None:
         raise ProtocolViolation("a decode stage has nothing to settle")
 
+    def on_copied(self, handle: int, pp_rank: int, *, restored: bool) -> None:
+        self._context.tracer.mark("copied", handle=handle, pp_rank=pp_rank, restored=restored)
+        self._scheduler.copied(handle, pp_rank, restored=restored)
+        self.wake()
+
     def on_submit(self, submit: instance_pb2.SessionUp.Submit) -> None:
-        request = request_from_pb(submit.request)
-        self._scheduler.submit(request, sampling_from_pb(submit.sampling), submit.prompt_tokens, submit.ticket_id)
+        if not (math.isfinite(submit.waited_s) and submit.waited_s >= 0):
+            raise ProtocolViolation(f"a request has waited for 0 s or more, not {submit.waited_s}")
+        self._scheduler.submit(
+            request_from_pb(submit.request),
+            sampling_from_pb(submit.sampling),
+            submit.prompt_tokens,
+            submit.ticket_id,
+            priority=submit.priority,
+            waited_s=submit.waited_s,
+            recompute=submit.recompute,
+        )
         self.wake()
 
     def on_first_token(self, request: RequestRef, token_id: int) -> None:
@@ -66,17 +83,21 @@ class DecodeHead(Head):
             self._context.spawn(self._fail(ticket_id))
         self.wake()
 
+    def set_conservativeness(self, value: float) -> None:
+        """How much growth is expected of those that are admitted from now on. Raises Rejected outside the limits."""
+        self._scheduler.schedule_conservativeness = value
+        self._context.log.info("growth is expected anew", schedule_conservativeness=value)
+        self.wake()
+
     # -- the broker's calls --
 
     async def ReservePages(  # noqa: N802
         self, request: instance_pb2.ReservePagesRequest, context: Any
     ) -> instance_pb2.ReservePagesReply:
-        """Waits until there are pages. Asked again for the same ticket, it gives the same pages."""
+        """Waits until there are pages. Asked again for the same ticket, it gives the same pages, unless they have been
+        taken back."""
         self._check_epoch(request.epoch)
-        ticket_id = request.ticket_id
-        pages = self._admitted.get(ticket_id)
-        if pages is None:
-            pages = await self._reserve(ticket_id, request_from_pb(request.request))
+        pages = await self._reserve(request.ticket_id, request_from_pb(request.request))
         return instance_pb2.ReservePagesReply(pages=to_bytes(pages))
 
     async def _reserve(self, ticket_id: str, request: RequestRef) -> tuple[int, ...]:
@@ -97,7 +118,6 @@ class DecodeHead(Head):
         self, request: instance_pb2.CommitTicketRequest, context: Any
     ) -> instance_pb2.CommitTicketReply:
         self._check_epoch(request.epoch)
-        self._admitted.pop(request.ticket_id, None)
         accepted = self._scheduler.commit(request.ticket_id)
         self._context.tracer.mark("committed", ticket=request.ticket_id)
         self.wake()
@@ -107,8 +127,6 @@ class DecodeHead(Head):
         self, request: instance_pb2.CloseTicketRequest, context: Any
     ) -> instance_pb2.CloseTicketReply:
         self._check_epoch(request.epoch)
-        if request.quiesced:
-            self._admitted.pop(request.ticket_id, None)
         answer = self._reserving.get(request.ticket_id)
         if answer is not None and not answer.done():
             answer.set_exception(Cancelled(f"ticket {request.ticket_id}: {request.reason}"))
@@ -123,10 +141,28 @@ class DecodeHead(Head):
         self._issue(actions.commands)
         self._sessions.deliver(actions.outputs)
         for admission in actions.admissions:
-            self._admitted[admission.ticket_id] = admission.pages
             answer = self._reserving.get(admission.ticket_id)
             if answer is not None and not answer.done():
                 answer.set_result(admission.pages)
+        for ticket_id in actions.cancelled:
+            self._context.spawn(self._take_back(ticket_id))
+        if actions.again_s is not None and self._again is None:
+            self._again = asyncio.get_running_loop().call_later(actions.again_s - time.monotonic(), self._poll_again)
+
+    def _poll_again(self) -> None:
+        self._again = None
+        self.wake()
+
+    async def _take_back(self, ticket_id: str) -> None:
+        """Asks the broker for the pages of a ticket. Without an answer they stay where they are: if the broker has
+        taken the reservation back all the same, they are what the ticket gets when it asks again."""
+        try:
+            unused = await self._context.broker.unreserve(ticket_id)
+        except StagemeshError as error:
+            self._context.log.warning("nobody says whether pages are in use", ticket_id=ticket_id, error=str(error))
+            unused = False
+        (self._scheduler.unreserved if unused else self._scheduler.keep)(ticket_id)
+        self.wake()
 
     async def _fail(self, ticket_id: str) -> None:
         try:
@@ -142,7 +178,7 @@ class DecodeHead(Head):
 
     @property
     def held(self) -> Mapping[str, int]:
-        return {**self._scheduler.held, "requests": self._sessions.num_requests, "admitted": len(self._admitted)}
+        return {**self._scheduler.held, "requests": self._sessions.num_requests}
 
     def check_integrity(self) -> None:
         self._scheduler.check_integrity()
@@ -150,6 +186,10 @@ class DecodeHead(Head):
     def measure(self) -> Iterator[Sample]:
         scheduler, stats = self._scheduler, self._scheduler.stats
         yield from measure_scheduling(scheduler.pages, scheduler.issuer, scheduler.by_state)
+        now_s = time.monotonic()
+        yield from measure_ages(scheduler.sequences, now_s)
+        yield from measure_waiting(waiting(scheduler, now_s))
+        yield from measure_pressure(stats, scheduler.host_pages, scheduler.host_pages_used)
         yield Sample(metrics.SESSIONS, self._sessions.num_open)
         yield Sample(metrics.MICROBATCHES, len({step.microbatch for step in scheduler.issuer.outstanding.values()}))
         yield Sample(metrics.RESERVE_WAIT, stats.reserve_wait.snapshot())
@@ -160,4 +200,4 @@ class DecodeHead(Head):
 
     def describe(self, now_s: float) -> Iterable[Entry]:
         info = self._context.info
-        return describe_decode(self._scheduler, info.manifest.page_size, info.ref.name, now_s)
+        return describe_decode(self._scheduler, info.ref.name, now_s)

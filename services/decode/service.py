@@ -6,8 +6,8 @@ from stagemesh.services.decode.head import DecodeHead
 from stagemesh.shared.config import Config
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 from stagemesh.shared.stage.head import Head, HeadContext
+from stagemesh.shared.stage.parts import StageLimits
 from stagemesh.shared.stage.process import run_stage
-from stagemesh.shared.stage.stage import StageLimits
 
 
 def run(config: Config, instance: str | None, pp_rank: int | None) -> None:
@@ -15,12 +15,18 @@ def run(config: Config, instance: str | None, pp_rank: int | None) -> None:
     engine = config.engine
 
     def make_head(context: HeadContext) -> Head:
+        info = context.info
         scheduler = DecodeScheduler(
-            num_pages=context.info.manifest.num_pages,
+            num_pages=info.manifest.num_pages,
             page_size=engine.page_size,
-            num_microbatches=len(context.info.stages) + engine.extra_depth,
+            num_microbatches=len(info.stages) + engine.extra_depth,
             max_running=engine.max_running,
             run_ahead=engine.run_ahead,
+            pp_size=len(info.stages),
+            host_pages=engine.host_kv_bytes // info.widest_page_bytes,
+            schedule_conservativeness=engine.schedule_conservativeness,
+            priority_ageing_s=engine.priority_ageing_s,
+            yield_s=engine.decode_yield_s,
         )
         return DecodeHead(context, scheduler)
 

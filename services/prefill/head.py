@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,11 +20,11 @@ from stagemesh.shared.engine.schedule.prefill_state import FailedTicket
 from stagemesh.shared.errors import ProtocolViolation, Retryable, StagemeshError
 from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.entry import Entry
-from stagemesh.shared.obs.metrics import Sample
+from stagemesh.shared.obs.metrics import Sample, by_label
 from stagemesh.shared.pb import instance_pb2
 from stagemesh.shared.runtime.backoff import retry
 from stagemesh.shared.stage.head import Head, HeadContext
-from stagemesh.shared.stage.measure import measure_scheduling
+from stagemesh.shared.stage.measure import measure_ages, measure_scheduling
 
 
 class PrefillHead(Head):
@@ -47,6 +49,9 @@ class PrefillHead(Head):
         self._scheduler.settled(ticket_id, pp_rank)
         self.wake()
 
+    def on_copied(self, handle: int, pp_rank: int, *, restored: bool) -> None:
+        raise ProtocolViolation("a prefill stage has nothing to copy")
+
     def on_submit(self, submit: instance_pb2.SessionUp.Submit) -> None:
         request, sampling = request_from_pb(submit.request), sampling_from_pb(submit.sampling)
         tokens = to_array(submit.token_ids)
@@ -54,7 +59,20 @@ class PrefillHead(Head):
             error = f"token_ids: must be in 0..{self._context.vocab_size - 1}"
             self._sessions.deliver([SequenceOutput(request, end=SequenceEnd.REJECTED, error=error)])
             return
-        self._scheduler.submit(request, sampling, tokens, submit.ticket_id, submit.decode_instance)
+        if not (math.isfinite(submit.waited_s) and submit.waited_s >= 0):
+            error = f"waited_s: must be 0 or more, got {submit.waited_s}"
+            self._sessions.deliver([SequenceOutput(request, end=SequenceEnd.REJECTED, error=error)])
+            return
+        self._scheduler.submit(
+            request,
+            sampling,
+            tokens,
+            submit.ticket_id,
+            submit.decode_instance,
+            priority=submit.priority,
+            waited_s=submit.waited_s,
+            recompute=submit.recompute,
+        )
         self.wake()
 
     def on_first_token(self, request: RequestRef, token_id: int) -> None:
@@ -63,6 +81,12 @@ class PrefillHead(Head):
     def on_abort(self, request: RequestRef) -> None:
         self._scheduler.abort(request)
         self.wake()
+
+    def flush_cache(self) -> int:
+        """Forgets the KV of finished prompts that nobody shares now. Returns how many pages that makes free."""
+        num_pages = self._scheduler.flush_cache()
+        self._context.log.info("the prefix cache has been flushed", pages=num_pages)
+        return num_pages
 
     # -- the broker's calls --
 
@@ -110,11 +134,11 @@ class PrefillHead(Head):
 
     async def _fill(self, ticket_id: str) -> None:
         try:
-            await retry(lambda: self._context.broker.fill(ticket_id))
+            granted = await retry(lambda: self._context.broker.fill(ticket_id))
         except StagemeshError as error:
             self._scheduler.ticket_failed(ticket_id, str(error))
         else:
-            self._scheduler.filled(ticket_id)
+            (self._scheduler.filled if granted else self._scheduler.ask_again)(ticket_id)
         self.wake()
 
     async def _fail(self, failed: FailedTicket) -> None:
@@ -134,6 +158,10 @@ class PrefillHead(Head):
     def held(self) -> Mapping[str, int]:
         return {**self._scheduler.held, "requests": self._sessions.num_requests}
 
+    @property
+    def gauges(self) -> Mapping[str, int]:
+        return {"pages_cached": self._scheduler.pages.num_cached}
+
     def check_integrity(self) -> None:
         self._scheduler.check_integrity()
 
@@ -144,6 +172,10 @@ class PrefillHead(Head):
         yield Sample(metrics.RESERVE_WAIT, stats.reserve_wait.snapshot())
         yield Sample(metrics.PREFILL_SECONDS, stats.prefill.snapshot())
         yield Sample(metrics.CHUNK_TOKENS, stats.chunk_tokens.snapshot())
+        computed = stats.prompt_tokens - stats.cached_tokens
+        yield from by_label(metrics.PREFILL_TOKENS, {"cached": stats.cached_tokens, "computed": computed})
+        yield Sample(metrics.EVICTED_PAGES, scheduler.evicted_pages)
+        yield from measure_ages(scheduler.sequences, time.monotonic())
 
     def describe(self, now_s: float) -> Iterable[Entry]:
         return describe_prefill(self._scheduler, self._context.info.ref.name, now_s)

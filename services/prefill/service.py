@@ -6,8 +6,8 @@ from stagemesh.services.prefill.head import PrefillHead
 from stagemesh.shared.config import Config
 from stagemesh.shared.engine.schedule.prefill import PrefillScheduler
 from stagemesh.shared.stage.head import Head, HeadContext
+from stagemesh.shared.stage.parts import StageLimits
 from stagemesh.shared.stage.process import run_stage
-from stagemesh.shared.stage.stage import StageLimits
 
 
 def run(config: Config, instance: str | None, pp_rank: int | None) -> None:
@@ -23,6 +23,8 @@ def run(config: Config, instance: str | None, pp_rank: int | None) -> None:
             max_sequences=engine.max_prefill_sequences,
             reserve_ahead=engine.reserve_ahead,
             run_ahead=engine.run_ahead,
+            prefix_cache=engine.prefix_cache,
+            priority_ageing_s=engine.priority_ageing_s,
         )
         return PrefillHead(context, scheduler)
 

@@ -7,11 +7,13 @@ While the broker is away the last view stays: instances that answer go on being 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from stagemesh.services.router.placement import Placement, Sent, place
+from stagemesh.services.router.prefixes import PrefixIndex
 from stagemesh.services.router.session import HeadSession
 from stagemesh.shared.codec.mesh import instance_from_pb, ref_from_pb
-from stagemesh.shared.core.directory import InstanceInfo
+from stagemesh.shared.core.directory import InstanceInfo, Role
 from stagemesh.shared.core.identity import InstanceRef
 from stagemesh.shared.errors import Retryable, StagemeshError
 from stagemesh.shared.obs.entry import Entry
@@ -26,11 +28,19 @@ MakeSession = Callable[[InstanceInfo, Callable[[], None]], HeadSession]
 class MeshView:
     """Only this router's copy: the broker owns the directory."""
 
-    def __init__(self, broker: Client, router: str, make_session: MakeSession, log: Log) -> None:
+    def __init__(
+        self,
+        broker: Client,
+        router: str,
+        make_session: MakeSession,
+        log: Log,
+        prefixes: PrefixIndex | None = None,
+    ) -> None:
         self._broker, self._router, self._make_session, self._log = broker, router, make_session, log
+        self._prefixes = PrefixIndex() if prefixes is None else prefixes
         self._instances: dict[str, InstanceInfo] = {}
         self._sessions: dict[InstanceRef, HeadSession] = {}
-        self.sent: dict[str, int] = {}  # requests sent to an instance since its last report
+        self._sent: dict[str, Sent] = {}  # to an instance, by name, since its last report
         self.changed = asyncio.Event()
 
     def __iter__(self) -> Iterator[InstanceInfo]:
@@ -42,6 +52,22 @@ class MeshView:
         if not self._session_up(ref):
             raise Retryable(f"{ref} has just gone")
         return self._sessions[ref]
+
+    def place(self, token_ids: Sequence[int], max_tokens: int) -> Placement:
+        """A pair of instances for a request, as `placement.place` chooses it. Raises Retryable if there is none now."""
+        instances = list(self)
+        prefills = [info for info in instances if info.role is Role.PREFILL]
+        cached = {info.ref.name: self._prefixes.cached_tokens(info, token_ids) for info in prefills}
+        return place(instances, prompt_tokens=len(token_ids), max_tokens=max_tokens, sent=self._sent, cached=cached)
+
+    def note_sent(self, ref: InstanceRef, token_ids: Sequence[int]) -> None:
+        """A request goes there; `token_ids` is the prompt that it has to compute, empty for a decode instance."""
+        info, before = self._instances.get(ref.name), self._sent.get(ref.name, Sent())
+        tokens = 0
+        if info is not None and info.ref == ref and token_ids:
+            tokens = len(token_ids) - self._prefixes.cached_tokens(info, token_ids)
+            self._prefixes.note(info, token_ids)
+        self._sent[ref.name] = Sent(before.requests + 1, before.tokens + tokens)
 
     def peers(self) -> dict[str, str]:
         return {f"{i.ref.name}/{s.pp_rank}": s.address for i in self._instances.values() for s in i.stages}
@@ -75,7 +101,7 @@ class MeshView:
             self._remove(ref)
         for info in changed:
             self._instances[info.ref.name] = info
-            self.sent[info.ref.name] = 0
+            self._sent.pop(info.ref.name, None)
             session = self._sessions.get(info.ref)
             if session is None or session.ended:
                 self._sessions[info.ref] = self._make_session(info, self.changed.set)
@@ -85,7 +111,8 @@ class MeshView:
         known = self._instances.get(ref.name)
         if known is not None and known.ref == ref:
             del self._instances[ref.name]
-            self.sent.pop(ref.name, None)
+            self._sent.pop(ref.name, None)
+        self._prefixes.forget(ref)
         session = self._sessions.pop(ref, None)
         if session is not None:
             session.close()

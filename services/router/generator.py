@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any, Final
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, Final, TypeVar
 
-from stagemesh.services.router.answer import Answer
+from stagemesh.services.router.answer import Answer, FreshToken
+from stagemesh.services.router.attempt import Start, Wanted
 from stagemesh.services.router.directory import MeshView
-from stagemesh.services.router.opening import Tickets
 from stagemesh.services.router.placement import max_prompt_tokens, max_request_tokens
-from stagemesh.services.router.record import RouterRecords
+from stagemesh.services.router.record import RequestRecord, RouterRecords
 from stagemesh.services.router.request import Ending, LiveRequest
 from stagemesh.services.router.stop import StopMatcher
 from stagemesh.services.router.turns import Turns
-from stagemesh.services.router.validate import Limits, check_prompt, sampling_params
+from stagemesh.services.router.validate import Limits, check_prompt, priority_of, sampling_params
+from stagemesh.services.router.waiting import Waiting
 from stagemesh.shared.config import RouterSection
-from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule.output import SequenceEnd
-from stagemesh.shared.errors import Exhausted, Rejected, Retryable
+from stagemesh.shared.errors import Bug, Exhausted, Rejected, Retryable
 from stagemesh.shared.model.config import ModelConfig
 from stagemesh.shared.model.tokenizer import Tokenizer
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import generator_pb2
 
+T = TypeVar("T")
 GENERATOR = generator_pb2.DESCRIPTOR.services_by_name["Generator"]
 _REASONS: Final = {
     SequenceEnd.STOP: generator_pb2.FINISH_REASON_STOP,
@@ -48,15 +48,14 @@ class GeneratorService:
         config: ModelConfig,
         tokenizer: Tokenizer,
         mesh: MeshView,
-        tickets: Tickets,
+        start: Start,
         log: Log,
     ) -> None:
         self._section, self._model, self._dtype, self._config = section, model, dtype, config
-        self._tokenizer, self._mesh, self._tickets, self._log = tokenizer, mesh, tickets, log
+        self._tokenizer, self._mesh, self._start, self._log = tokenizer, mesh, start, log
         self._live: dict[str, LiveRequest | None] = {}
+        self._waiting = Waiting(section.max_waiting_requests, section.max_waiting_s)
         self._turns = Turns()
-        # heads may still be letting go of a request whose id is used again, here or by another router
-        self._attempts = itertools.count(secrets.randbelow(1 << 30) + 1)
         self._refusing = False
         self.records = RouterRecords()
         self._empty = asyncio.Event()
@@ -67,20 +66,13 @@ class GeneratorService:
         self, request: generator_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[generator_pb2.GenerateResponse]:
         with self.records.request() as record:
-            limits = self._limits()
-            check_prompt(request, limits)
-            request_id = record.request_id = self._admit(request.request_id or uuid.uuid4().hex)
+            self._check_room(record.arrived_s)
+            check_prompt(request, self._limits())
+            request_id = self._admit(request.request_id or uuid.uuid4().hex, record)
             live = None
             try:
-                token_ids = await self._tokenize(request)
-                if not request.HasField("token_ids"):
-                    self.records.tokenized(record)
-                sampling = sampling_params(request, len(token_ids), limits, seed=secrets.randbits(63))
-                live = self._live[request_id] = LiveRequest(
-                    RequestRef(request_id, next(self._attempts)), sampling, token_ids, turns=self._turns
-                )
-                self.records.taken(record, live)
-                await live.start(self._mesh, self._tickets)
+                live = await self._taken(request, record)
+                live.begin()
                 async for response in self._follow(live, request):
                     yield response
             finally:
@@ -114,30 +106,73 @@ class GeneratorService:
     # -- a request's way --
 
     def _limits(self) -> Limits:
-        most = max_request_tokens(self._mesh)
+        """A request may lose its KV when all but its last token are made; a prefill instance must hold those then."""
+        holds, again = max_request_tokens(self._mesh), max_prompt_tokens(self._mesh)
+        bounds = (self._config.max_context, holds, None if again is None else again + 1)
         return Limits(
             vocab_size=self._config.vocab_size,
-            max_request_tokens=self._config.max_context if most is None else most,
+            max_request_tokens=min(bound for bound in bounds if bound is not None),
             max_text_bytes=self._section.max_text_bytes,
             eos_token_ids=self._config.eos_token_ids,
             default_max_tokens=self._section.default_max_tokens,
-            max_prompt_tokens=max_prompt_tokens(self._mesh),
         )
 
-    def _admit(self, request_id: str) -> str:
+    def _check_room(self, now_s: float) -> None:
+        """Before anything is done for a request, so that a flood costs little. Raises Exhausted."""
         if self._refusing:
             raise Retryable("this router is being stopped")
+        self._waiting.check_room(now_s)
+        if len(self._live) >= self._section.max_live_requests:
+            raise self._waiting.exhausted(f"{len(self._live)} requests are live, which is the limit", now_s)
+
+    def _admit(self, request_id: str, record: RequestRecord) -> str:
         if request_id in self._live:
             raise Rejected("request_id", f"{request_id!r} is in use by a live request")
-        if len(self._live) >= self._section.max_live_requests:
-            raise Exhausted(f"{len(self._live)} requests are live, which is the limit; come back later")
+        self._waiting.enter(request_id, record.arrived_s)
         self._live[request_id] = None
+        record.admitted(request_id)
         return request_id
 
     def _leave(self, request_id: str) -> None:
+        self._waiting.leave(request_id)
         del self._live[request_id]
         if not self._live:
             self._empty.set()
+
+    async def _taken(self, request: generator_pb2.GenerateRequest, record: RequestRecord) -> LiveRequest:
+        """It is valid, and goes its way. Raises Rejected."""
+        request_id = record.request_id
+        token_ids = await self._in_time(request_id, self._tokenize(request))
+        if not request.HasField("token_ids"):
+            self.records.tokenized(record)
+        sampling = sampling_params(request, len(token_ids), self._limits(), seed=secrets.randbits(63))
+        live = self._live[request_id] = LiveRequest(
+            Wanted(request_id, sampling, token_ids, priority_of(request), record.arrived_s),
+            self._start,
+            self._turns,
+            on_first_token=lambda: self._waiting.served(request_id, time.monotonic()),
+        )
+        self.records.taken(record, live)
+        return live
+
+    async def _in_time(self, request_id: str, work: Awaitable[T]) -> T:
+        """The work's result. Raises Exhausted when the request has waited as long as it may."""
+        try:
+            async with asyncio.timeout(self._waiting.left_s(request_id, time.monotonic())):
+                return await work
+        except TimeoutError:
+            raise self._waiting.too_long(time.monotonic()) from None
+
+    async def _first(self, live: LiveRequest) -> tuple[list[FreshToken], Ending | None]:
+        """What comes first. A token that has come is never too late, whoever else is being served."""
+        if live.first_token_s is None:
+            try:
+                return await self._in_time(live.wanted.request_id, live.next())
+            except Exhausted as error:
+                if live.first_token_s is None:
+                    live.fail(error)
+                    raise
+        return await live.next()
 
     async def _tokenize(self, request: generator_pb2.GenerateRequest) -> list[int]:
         """Off the loop: a megabyte of text takes a while."""
@@ -154,16 +189,18 @@ class GeneratorService:
         self, live: LiveRequest, request: generator_pb2.GenerateRequest
     ) -> AsyncIterator[generator_pb2.GenerateResponse]:
         stops = StopMatcher(request.stop, include=request.include_stop)
-        answer = Answer(live.ref.request_id, self._tokenizer.stream(), stops, live.sampling.min_tokens)
-        ending: Ending | None = None
-        while ending is None:
-            fresh, ending = await live.next()
+        answer = Answer(live.wanted.request_id, self._tokenizer.stream(), stops, live.sampling.min_tokens)
+        fresh, ending = await self._first(live)
+        while True:
             answer.push(fresh)
             if answer.matched is not None:
                 ending = live.stopped(answer.matched, answer.num_tokens)
                 live.release()
-            if ending is None and not request.whole:
+            if ending is not None:
+                break
+            if not request.whole:
                 yield answer.take()
+            fresh, ending = await live.next()
         answer.finish()
         response = answer.take()
         response.finished.CopyFrom(_finished(live, ending))
@@ -172,8 +209,9 @@ class GeneratorService:
     def _log_end(self, live: LiveRequest) -> None:
         self._log.info(
             "a request has ended",
-            request_id=live.ref.request_id,
-            attempt=live.ref.attempt,
+            request_id=live.wanted.request_id,
+            attempt=0 if live.attempt is None else live.attempt.ref.attempt,
+            attempts=live.num_attempts,
             outcome=live.outcome,
             prompt_tokens=len(live.token_ids),
             completion_tokens=live.completion_tokens,
@@ -192,15 +230,33 @@ class GeneratorService:
             self._empty.clear()
             await self._empty.wait()
 
+    # -- views --
+
     @property
     def num_live(self) -> int:
         return len(self._live)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def check_integrity(self) -> None:
+        """Raises Bug unless those who wait are the live ones without a token."""
+        self._waiting.check_integrity()
+        without = {name for name, live in self._live.items() if live is None or live.first_token_s is None}
+        wrong = [name for name in self._live if (name in self._waiting) != (name in without)]
+        if wrong or len(self._waiting) != len(without):
+            raise Bug(f"{len(self._waiting)} requests wait, {len(without)} have no token; not so: {wrong[:3]}")
 
 
 def _finished(live: LiveRequest, ending: Ending) -> generator_pb2.Finished:
     return generator_pb2.Finished(
         finish_reason=_REASONS[ending.end],
         stop=ending.stop,
-        usage=generator_pb2.Usage(prompt_tokens=len(live.token_ids), completion_tokens=live.completion_tokens),
+        usage=generator_pb2.Usage(
+            prompt_tokens=len(live.token_ids),
+            completion_tokens=live.completion_tokens,
+            cached_tokens=live.cached_tokens,
+        ),
         timing=generator_pb2.Timing(first_token_s=live.first_token_s or 0.0, total_s=time.monotonic() - live.started_s),
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.errors import StagemeshError
 from stagemesh.shared.rpc.broker import BrokerClient
 from stagemesh.shared.runtime.backoff import retry
+
+GONE: Final = "the client has gone"
 
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
@@ -28,7 +30,12 @@ class Tickets:
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         opening = self._broker.open_ticket(request, prefill, decode, prompt_tokens, max_tokens)
         self._spawn(self._open(opening, answer))
-        return await answer
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                self.fail(answer.result(), GONE)  # it came in the very turn in which the caller was cancelled
+            raise
 
     def fail(self, ticket_id: str, reason: str) -> None:
         """It will not be used."""
@@ -42,7 +49,7 @@ class Tickets:
                 answer.set_exception(error)
             return
         if answer.done():
-            await self._fail(ticket_id, "the client has gone")
+            await self._fail(ticket_id, GONE)
         else:
             answer.set_result(ticket_id)
 

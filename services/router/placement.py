@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 from stagemesh.shared.core.directory import InstanceInfo, Role, mismatch
 from stagemesh.shared.errors import Retryable
@@ -17,18 +19,35 @@ class Placement:
     decode: InstanceInfo | None
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What went to an instance since its last report; `tokens` of prompts, those that it has to compute."""
+
+    requests: int = 0
+    tokens: int = 0
+
+
+NOTHING_SENT: Final[Mapping[str, Sent]] = MappingProxyType({})
+NONE_CACHED: Final[Mapping[str, int]] = MappingProxyType({})
+
+
 def place(
-    instances: Iterable[InstanceInfo], *, prompt_tokens: int, max_tokens: int, sent: dict[str, int] | None = None
+    instances: Iterable[InstanceInfo],
+    *,
+    prompt_tokens: int,
+    max_tokens: int,
+    sent: Mapping[str, Sent] = NOTHING_SENT,
+    cached: Mapping[str, int] = NONE_CACHED,
 ) -> Placement:
-    """The least loaded pair that accepts requests, fits together and can ever hold this one. `sent` counts requests
-    that went to an instance since its last report. Raises Retryable if there is none."""
-    sent = sent or {}
+    """The best pair that accepts requests, fits together and can ever hold this one: of prefill instances the one that
+    has computed the prompt first, of decode instances the least loaded. `sent` and `cached`, tokens of this prompt that
+    need not be computed, are by name of the instance. Raises Retryable if there is none."""
     accepting = [info for info in instances if info.accepting]
     prefills = [i for i in accepting if i.role is Role.PREFILL and _holds(i, prompt_tokens)]
     if not prefills:
         raise Retryable("no prefill instance is there to take the request")
     if max_tokens == 1:
-        return Placement(min(prefills, key=lambda info: _prefill_load(info, sent)), None)
+        return Placement(min(prefills, key=lambda info: _prefill_cost(info, sent, cached)), None)
     decodes = [i for i in accepting if i.role is Role.DECODE and _holds(i, prompt_tokens + max_tokens - 1)]
     if not decodes:
         raise Retryable("no decode instance is there to take the request")
@@ -36,7 +55,7 @@ def place(
     if not pairs:
         difference = mismatch(prefills[0].manifest, decodes[0].manifest)
         raise Retryable(f"no prefill and decode instance fit together: {difference}")
-    prefill, decode = min(pairs, key=lambda pair: (_prefill_load(pair[0], sent), _decode_load(pair[1], sent)))
+    prefill, decode = min(pairs, key=lambda pair: (_prefill_cost(pair[0], sent, cached), _decode_load(pair[1], sent)))
     return Placement(prefill, decode)
 
 
@@ -55,11 +74,14 @@ def _holds(info: InstanceInfo, num_tokens: int) -> bool:
     return num_tokens <= info.manifest.num_pages * info.manifest.page_size
 
 
-def _prefill_load(info: InstanceInfo, sent: dict[str, int]) -> tuple[int, int, str]:
-    queued = info.load.waiting + info.load.running + sent.get(info.ref.name, 0)
-    return queued, info.load.waiting_tokens, info.ref.name
+def _prefill_cost(info: InstanceInfo, sent: Mapping[str, Sent], cached: Mapping[str, int]) -> tuple[int, int, str]:
+    """Tokens to compute before the prompt is through, but for those of the prompt that cost the same everywhere."""
+    name = info.ref.name
+    since = sent.get(name, Sent())
+    tokens = info.load.waiting_tokens + since.tokens - cached.get(name, 0)
+    return tokens, info.load.waiting + info.load.running + since.requests, name
 
 
-def _decode_load(info: InstanceInfo, sent: dict[str, int]) -> tuple[int, int, str]:
-    queued = info.load.waiting + info.load.running + sent.get(info.ref.name, 0)
+def _decode_load(info: InstanceInfo, sent: Mapping[str, Sent]) -> tuple[int, int, str]:
+    queued = info.load.waiting + info.load.running + sent.get(info.ref.name, Sent()).requests
     return queued, -info.load.pages_free, info.ref.name

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from typing import Final
 
+from stagemesh.services.router.attempt import Phase
 from stagemesh.services.router.request import LiveRequest
 from stagemesh.shared.engine.schedule.stats import waits
 from stagemesh.shared.errors import Exhausted, Rejected
@@ -30,6 +33,21 @@ class Outcome(Enum):
     EXHAUSTED = "exhausted"
 
 
+class WaitsFor(Enum):
+    """RECOMPUTE: it has had tokens, and is to be run again from them."""
+
+    TOKENS = "tokens"
+    TICKET = "ticket"
+    FIRST_TOKEN = "first_token"
+    RECOMPUTE = "recompute"
+
+
+_WAITS: Final = {
+    (Phase.PLACING, False): WaitsFor.TICKET,
+    (Phase.PREFILL, False): WaitsFor.FIRST_TOKEN,
+    (Phase.PLACING, True): WaitsFor.RECOMPUTE,
+    (Phase.PREFILL, True): WaitsFor.RECOMPUTE,
+}
 TOKEN_BOUNDS_S = (0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
 ANSWERED = frozenset({Outcome.STOP, Outcome.LENGTH})
 
@@ -54,8 +72,24 @@ class RequestRecord:
     def __init__(self) -> None:
         self.arrived_s = time.monotonic()
         self.request_id = "(not admitted)"
+        self.is_admitted = False
         self.live: LiveRequest | None = None
         self._waits_for_ticket = self._waits_for_token = True
+
+    def admitted(self, request_id: str) -> None:
+        """There is room for it."""
+        self.request_id, self.is_admitted = request_id, True
+
+    @property
+    def waits_for(self) -> WaitsFor | None:
+        """Why it has no token yet, or no further one; None for those that run."""
+        if self.live is not None and self.live.ending is not None:
+            return None
+        return WaitsFor.TOKENS if self.live is None else _WAITS.get((self.live.phase, self.live.more_attempts > 0))
+
+    @property
+    def has_no_token(self) -> bool:
+        return self.live is None or self.live.first_token_s is None
 
     def note(self, ticket: Tally, first_token: Tally) -> None:
         """Records what has come since the last call."""
@@ -77,8 +111,9 @@ class RequestRecord:
             "prompt_tokens": len(self.live.token_ids),
             "tokens": f"{self.live.completion_tokens}/{self.live.sampling.max_tokens}",
             "instances": ",".join(self.live.instances),
+            "attempts": self.live.num_attempts,
         }
-        return Entry("request", str(self.live.ref), now_s - self.arrived_s, phase, waits_for, on, details)
+        return Entry("request", self.live.name, now_s - self.arrived_s, phase, waits_for, on, details)
 
 
 class RouterRecords:
@@ -90,6 +125,8 @@ class RouterRecords:
         self._prompt_tokens = self._ended_tokens = 0
         self._tokenize, self._ticket, self._first_token, self._total = waits(), waits(), waits(), waits()
         self._per_token = Tally(TOKEN_BOUNDS_S)
+        self._refusal = waits()
+        self._more_attempts = self._recomputed_tokens = 0  # of those that have ended
 
     @contextmanager
     def request(self) -> Iterator[RequestRecord]:
@@ -118,9 +155,13 @@ class RouterRecords:
         record.note(self._ticket, self._first_token)
         outcome, live = outcome_of(record.live, error), record.live
         self._ended[outcome] += 1
+        if outcome is Outcome.EXHAUSTED and not record.is_admitted:
+            self._refusal.record(time.monotonic() - record.arrived_s)
         if live is None:
             return
         self._ended_tokens += live.delivered_tokens
+        self._more_attempts += live.more_attempts
+        self._recomputed_tokens += live.recomputed_tokens
         if outcome not in ANSWERED:
             return
         now_s = time.monotonic()
@@ -131,8 +172,12 @@ class RouterRecords:
     def measure(self) -> Iterator[Sample]:
         for record in self._open:
             record.note(self._ticket, self._first_token)
-        under_way = sum(record.live.delivered_tokens for record in self._open if record.live is not None)
+        lives = [record.live for record in self._open if record.live is not None]
+        under_way = sum(live.delivered_tokens for live in lives)
         tokens = {"prompt": self._prompt_tokens, "generated": self._ended_tokens + under_way}
+        yield from self._measure_waiting()
+        yield Sample(metrics.MORE_ATTEMPTS, self._more_attempts + sum(live.more_attempts for live in lives))
+        yield Sample(metrics.RECOMPUTED_TOKENS, self._recomputed_tokens + sum(live.recomputed_tokens for live in lives))
         yield from by_label(metrics.REQUESTS, {outcome.value: count for outcome, count in self._ended.items()})
         yield from by_label(metrics.TOKENS, tokens)
         yield Sample(metrics.LIVE_REQUESTS, len(self._open))
@@ -141,6 +186,13 @@ class RouterRecords:
         yield Sample(metrics.REQUEST_SECONDS, self._total.snapshot())
         yield Sample(metrics.TOKENIZE_SECONDS, self._tokenize.snapshot())
         yield Sample(metrics.TICKET_SECONDS, self._ticket.snapshot())
+
+    def _measure_waiting(self) -> Iterator[Sample]:
+        now_s, reasons = time.monotonic(), Counter(record.waits_for for record in self._open)
+        yield from by_label(metrics.WAITING_REQUESTS, {reason.value: reasons[reason] for reason in WaitsFor})
+        without = [record.arrived_s for record in self._open if record.has_no_token]
+        yield Sample(metrics.OLDEST_WAITING, now_s - min(without, default=now_s))
+        yield Sample(metrics.REFUSAL_SECONDS, self._refusal.snapshot())
 
     def describe(self, now_s: float) -> Iterator[Entry]:
         """Every request that is not over. `now_s` is CLOCK_MONOTONIC."""

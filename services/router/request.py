@@ -1,28 +1,27 @@
-"""A live request in the router: one attempt on a pair of instances, and its outputs on their way to the client.
+"""A live request in the router, from its client's side: tokens in from the attempt that runs, out in order.
 
-place -> ticket -> submit to decode, then to prefill -> first token (prefill) -> tokens (decode) -> end
-An abort, a deadline or a disconnect may come anywhere: both sides are told, once, by `release`.
+begin --> an attempt --outputs--> an ending, or an error
+             |    ^
+             `----'  an attempt that ends early runs on elsewhere; its client sees a pause
+
+An abort, a deadline or a disconnect may come anywhere: both heads are told, once, by `release`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import repeat
 
 from stagemesh.services.router.answer import FreshToken
-from stagemesh.services.router.directory import MeshView
-from stagemesh.services.router.opening import Tickets
-from stagemesh.services.router.placement import Placement, place
-from stagemesh.services.router.session import HeadSession
+from stagemesh.services.router.attempt import Attempt, Phase, Start, Wanted
 from stagemesh.services.router.turns import Turns
-from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
-from stagemesh.shared.errors import Rejected, Retryable, StagemeshError
-
-PLACEMENT_WAIT_S = 5.0  # for a pair of instances to be there
+from stagemesh.shared.errors import Rejected, Retryable
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,108 +34,92 @@ class Ending:
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """Takes outputs from two heads and gives them to one client, in order."""
+    """Takes the outputs of its attempts and gives them to one client. `wanted` is what the client asked for."""
 
-    ref: RequestRef
-    sampling: SamplingParams
-    token_ids: list[int]
-    started_s: float = field(default_factory=time.monotonic)
-    ticket_s: float | None = None  # it came so long after the start
-    first_token_s: float | None = None
-    completion_tokens: int = 0
+    wanted: Wanted
+    start: Start
     turns: Turns = field(default_factory=Turns)  # the router's, which all its requests share
+    on_first_token: Callable[[], None] = lambda: None
+    started_s: float = field(default_factory=time.monotonic)
+    first_token_s: float | None = None  # since the start
+    cached_tokens: int = 0  # of the prompt, as the client sent it
+    completion_tokens: int = 0
+    num_attempts: int = 0
+    recomputed_tokens: int = 0  # whose KV was made before
+    _made: array[int] = field(default_factory=lambda: array("q"))
     _fresh: list[FreshToken] = field(default_factory=list)
     _ending: Ending | None = None
     _error: Exception | None = None
     _turn: asyncio.Event = field(default_factory=asyncio.Event)
     _asks: bool = False  # its client waits for what comes
-    _prefill: HeadSession | None = None
-    _decode: HeadSession | None = None
+    _attempt: Attempt | None = None
 
-    async def start(self, mesh: MeshView, tickets: Tickets) -> None:
-        """Sends it off. Raises Retryable if nobody can take it within PLACEMENT_WAIT_S."""
-        placement = await self._place(mesh)
-        prefill = placement.prefill.ref
-        if placement.decode is None:
-            self._prefill = self._submit(mesh, prefill, "", "", token_ids=self.token_ids)
-            return
-        decode = placement.decode.ref
-        ticket_id = await tickets.open(self.ref, prefill, decode, len(self.token_ids), self.sampling.max_tokens)
-        self.ticket_s = time.monotonic() - self.started_s
-        try:
-            self._decode = self._submit(mesh, decode, ticket_id, "", token_ids=[])
-            self._prefill = self._submit(mesh, prefill, ticket_id, decode.name, token_ids=self.token_ids)
-        except StagemeshError:
-            tickets.fail(ticket_id, "it could not be sent off")
-            raise
+    def begin(self) -> None:
+        """Sends it off."""
+        self._begin(self.wanted)
 
-    async def _place(self, mesh: MeshView) -> Placement:
-        deadline_s = time.monotonic() + PLACEMENT_WAIT_S
-        while True:
-            mesh.changed.clear()
-            try:
-                return place(
-                    mesh, prompt_tokens=len(self.token_ids), max_tokens=self.sampling.max_tokens, sent=mesh.sent
-                )
-            except Retryable:
-                if time.monotonic() >= deadline_s:
-                    raise
-            try:
-                async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline_s - time.monotonic()):
-                    await mesh.changed.wait()
-            except TimeoutError:
-                pass
-
-    def _submit(
-        self, mesh: MeshView, instance: InstanceRef, ticket_id: str, decode_instance: str, *, token_ids: list[int]
-    ) -> HeadSession:
-        session = mesh.session(instance)
-        session.submit(
-            self,
-            self.ref,
-            self.sampling,
-            prompt_tokens=len(self.token_ids),
-            token_ids=token_ids,
-            ticket_id=ticket_id,
-            decode_instance=decode_instance,
-        )
-        mesh.sent[instance.name] = mesh.sent.get(instance.name, 0) + 1
-        return session
+    def _begin(self, wanted: Wanted) -> None:
+        self.num_attempts += 1
+        self._attempt = self.start(wanted, self)
 
     # -- outputs in --
 
-    def on_output(self, ref: InstanceRef, output: SequenceOutput) -> None:
-        """An output of either head. Nothing counts any more once the request has ended."""
-        if self._ending is not None or self._error is not None:
+    def on_output(self, attempt: Attempt, output: SequenceOutput) -> None:
+        """Of the attempt that runs; nothing counts any more once the request has ended."""
+        if attempt is not self._attempt or self._is_over:
             return
-        if output.end is SequenceEnd.FAILED:
-            self._error = Retryable(output.error)
-        elif output.end is SequenceEnd.REJECTED:
-            name, _, message = output.error.partition(": ")
-            self._error = Rejected(name, message or output.error)
-        else:
-            self._take(output)
+        match output.end:
+            case SequenceEnd.FAILED:
+                self._error = Retryable(output.error)
+            case SequenceEnd.REJECTED:
+                name, _, message = output.error.partition(": ")
+                self._error = Rejected(name, message or output.error)
+            case SequenceEnd.RECOMPUTE:
+                self._take(output)
+                self._run_on(recompute=True)
+            case end:
+                self._take(output)
+                self._ending = None if end is None else Ending(end)
         self._on_news()
 
-    def _on_news(self) -> None:
-        if self._asks:
-            self.turns.ask(self._turn)
+    def on_failure(self, attempt: Attempt, error: Exception) -> None:
+        """The attempt could not be sent off."""
+        if attempt is self._attempt:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """It ends with that error, unless it has ended."""
+        if not self._is_over:
+            self._error = error
+            self._on_news()
 
     def _take(self, output: SequenceOutput) -> None:
-        if self.first_token_s is None:
+        if self.first_token_s is None and output.token_ids:
             self.first_token_s = time.monotonic() - self.started_s
-            if output.end is None and self._decode is not None:
-                self._decode.first_token(self.ref, output.token_ids[0])
+            self.cached_tokens = output.cached_tokens
+            self.on_first_token()
         self._fresh += zip(output.token_ids, output.logprobs or repeat(None), strict=False)
+        self._made.extend(output.token_ids)
         self.completion_tokens += len(output.token_ids)
-        if output.end is not None:
-            self._ending = Ending(output.end)
+
+    def _run_on(self, *, recompute: bool) -> None:
+        """The attempt is over, the request is not: the rest is made elsewhere, from the tokens there are."""
+        assert self._attempt is not None
+        self._attempt.release()
+        wanted = self.wanted.continued(self._made, recompute=recompute)
+        if recompute:
+            self.recomputed_tokens += len(wanted.token_ids) - 1  # the last one's never was
+        self._begin(wanted)
 
     def abort(self) -> None:
         """The client does not want more of it."""
-        if self._ending is None and self._error is None:
+        if not self._is_over:
             self._ending = Ending(None)
             self._on_news()
+
+    def _on_news(self) -> None:
+        if self._asks and self._has_news:
+            self.turns.ask(self._turn)
 
     # -- outputs out --
 
@@ -147,12 +130,11 @@ class LiveRequest:
 
     async def next(self) -> tuple[list[FreshToken], Ending | None]:
         """All tokens that have come since the last call, and the ending if there will be no more. Raises what failed
-        the request: Retryable or Rejected."""
+        the request: Retryable, Rejected, Exhausted. Once cancelled, it can be called again."""
         self.turns.done(self._turn)
         self._turn.clear()
         self._asks = True
-        if self._fresh or self._ending is not None or self._error is not None:
-            self._on_news()
+        self._on_news()
         await self._turn.wait()
         self._asks = False
         if self._error is not None and not self._fresh:
@@ -160,9 +142,58 @@ class LiveRequest:
         fresh, self._fresh = self._fresh, []
         return fresh, self._ending
 
+    def release(self) -> None:
+        """However it has ended: nobody works on it any more."""
+        self.turns.done(self._turn)
+        if self._attempt is not None:
+            self._attempt.release()
+
+    # -- views --
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.wanted.sampling
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt."""
+        return self.wanted.token_ids
+
+    @property
+    def name(self) -> str:
+        """Request and attempt, for people."""
+        return self.wanted.request_id if self._attempt is None else str(self._attempt.ref)
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.PLACING if self._attempt is None else self._attempt.phase
+
+    @property
+    def ticket_s(self) -> float | None:
+        """From the attempt's start to its ticket."""
+        return None if self._attempt is None else self._attempt.ticket_s
+
+    @property
+    def more_attempts(self) -> int:
+        """Beyond the first."""
+        return max(0, self.num_attempts - 1)
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The one that runs, or ran last."""
+        return self._attempt
+
     @property
     def ending(self) -> Ending | None:
         return self._ending
+
+    @property
+    def _is_over(self) -> bool:
+        return self._ending is not None or self._error is not None
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._fresh) or self._is_over
 
     @property
     def delivered_tokens(self) -> int:
@@ -172,18 +203,20 @@ class LiveRequest:
     @property
     def instances(self) -> tuple[str, ...]:
         """Where it runs."""
-        return tuple(session.ref.name for session in (self._prefill, self._decode) if session is not None)
+        return () if self._attempt is None else self._attempt.instances
 
     @property
     def waits(self) -> tuple[str, str, tuple[str, ...]]:
         """For people: the phase, what it waits for, and on which instances."""
-        if self._prefill is None:
-            return "placing", "a pair of instances, then a ticket", ("broker",)
-        if self._fresh or self._ending is not None or self._error is not None:
+        if self._has_news:
             return "answering", "the client to take what has come", ()
-        if self.first_token_s is None:
-            return "prefill", "its first token", (self._prefill.ref.name,)
-        return "decode", "the next tokens", self.instances[1:]
+        said = f"{self.phase.value} again" if self.more_attempts else self.phase.value
+        match self.phase:
+            case Phase.PLACING:
+                return said, "a pair of instances, then a ticket", ("broker",)
+            case Phase.PREFILL:
+                return said, "its first token" if self.first_token_s is None else "its next token", self.instances[:1]
+        return said, "the next tokens", self.instances[1:]
 
     @property
     def outcome(self) -> str:
@@ -191,10 +224,3 @@ class LiveRequest:
         if self._ending is not None:
             return "abort" if self._ending.end is None else self._ending.end.value
         return f"error: {self._error}" if self._error is not None else "the client has gone"
-
-    def release(self) -> None:
-        """However it has ended: neither head works on it any more."""
-        self.turns.done(self._turn)
-        for session in (self._prefill, self._decode):
-            if session is not None:
-                session.abort(self.ref)

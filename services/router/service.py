@@ -9,9 +9,11 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 
+from stagemesh.services.router.attempt import Starter
 from stagemesh.services.router.directory import MeshView
 from stagemesh.services.router.generator import GENERATOR, GeneratorService
 from stagemesh.services.router.opening import Tickets
+from stagemesh.services.router.prefixes import PrefixIndex
 from stagemesh.services.router.session import HeadSession
 from stagemesh.shared.config import Config
 from stagemesh.shared.core.directory import Role
@@ -57,7 +59,11 @@ class RouterService:
         broker = await stack.enter_async_context(Client(self._config.broker.listen, BROKER))
         name = f"router-{os.getpid()}"
         self._mesh = mesh = MeshView(
-            broker, name, lambda info, on_up: HeadSession(info, name, self._tasks.spawn, self._log, on_up), self._log
+            broker,
+            name,
+            lambda info, on_up: HeadSession(info, name, self._tasks.spawn, self._log, on_up),
+            self._log,
+            PrefixIndex() if self._config.engine.prefix_cache else PrefixIndex(max_pages=0),
         )
         self._generator = GeneratorService(
             section=self._config.router,
@@ -66,7 +72,7 @@ class RouterService:
             config=source.config,
             tokenizer=tokenizer,
             mesh=mesh,
-            tickets=Tickets(BrokerClient(broker, name), self._tasks.spawn),
+            start=Starter(mesh, Tickets(BrokerClient(broker, name), self._tasks.spawn), self._tasks.spawn),
             log=self._log,
         )
         inspect = InspectService(self, self._tracer, self._peers, metrics_address=self._monitor.address)
@@ -106,11 +112,15 @@ class RouterService:
     # -- views --
 
     def check_integrity(self) -> None:
-        """The router owns no pages and no tickets; what it holds is in `held`."""
+        """The router owns no pages and no tickets: its invariants are about requests."""
+        if self._generator is not None:
+            self._generator.check_integrity()
 
     @property
     def held(self) -> Mapping[str, int]:
-        return {"requests": 0 if self._generator is None else self._generator.num_live}
+        if self._generator is None:
+            return {"requests": 0, "waiting": 0}
+        return {"requests": self._generator.num_live, "waiting": self._generator.num_waiting}
 
     @property
     def gauges(self) -> Mapping[str, int]:

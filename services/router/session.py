@@ -1,6 +1,9 @@
 """The stream between this router and one head: requests up, a step's outputs down.
 
 opening --stream is up--> up --end of stream--> down: every request that runs there fails
+
+Only a submit can be refused for want of room: what follows it is two messages at most, so the queue stays bounded, and
+an abort always reaches the head.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from stagemesh.shared.codec.commands import sampling_to_pb
 from stagemesh.shared.codec.mesh import request_to_pb
 from stagemesh.shared.codec.session import output_from_pb
 from stagemesh.shared.core.directory import InstanceInfo
-from stagemesh.shared.core.identity import InstanceRef, RequestRef
+from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.errors import Exhausted, StagemeshError
@@ -26,13 +29,13 @@ from stagemesh.shared.pb import instance_pb2
 from stagemesh.shared.rpc.client import Client
 
 INSTANCE = instance_pb2.DESCRIPTOR.services_by_name["Instance"]
-MAX_QUEUED = 20_000
+MAX_QUEUED = 20_000  # messages; a head that is so far behind gets no more requests
 
 
 class Receiver(Protocol):
     """Who takes the outputs of a request."""
 
-    def on_output(self, ref: InstanceRef, output: SequenceOutput) -> None: ...
+    def on_output(self, output: SequenceOutput) -> None: ...
 
 
 class HeadSession:
@@ -49,7 +52,7 @@ class HeadSession:
         self.ref, self._router, self._on_up = info.ref, router, on_up
         self._address = info.address
         self._log = log.bind(instance_name=info.ref.name, instance_epoch=info.ref.epoch)
-        self._outgoing: asyncio.Queue[instance_pb2.SessionUp | None] = asyncio.Queue(MAX_QUEUED)
+        self._outgoing: asyncio.Queue[instance_pb2.SessionUp | None] = asyncio.Queue()
         self._receivers: dict[RequestRef, Receiver] = {}
         self.up = self.ended = False
         self._made_s = time.monotonic()
@@ -69,8 +72,14 @@ class HeadSession:
         token_ids: list[int],
         ticket_id: str,
         decode_instance: str,
+        priority: int = 0,
+        waited_s: float = 0.0,
+        recompute: bool = False,
     ) -> None:
-        """From now on `receiver` gets the outputs, the last one with an `end`."""
+        """From now on `receiver` gets the outputs, the last one with an `end`. `waited_s` is since the request came.
+        Raises Exhausted if the head is far behind."""
+        if self._outgoing.qsize() >= MAX_QUEUED:
+            raise Exhausted(f"{self.ref} takes no more requests: it has {MAX_QUEUED} messages to read")
         submit = instance_pb2.SessionUp.Submit(
             request=request_to_pb(request),
             sampling=sampling_to_pb(sampling),
@@ -78,20 +87,23 @@ class HeadSession:
             token_ids=to_bytes(token_ids),
             ticket_id=ticket_id,
             decode_instance=decode_instance,
+            priority=priority,
+            waited_s=waited_s,
+            recompute=recompute,
         )
-        self._put(instance_pb2.SessionUp(submit=submit))
+        self._outgoing.put_nowait(instance_pb2.SessionUp(submit=submit))
         self._receivers[request] = receiver
 
     def first_token(self, request: RequestRef, token_id: int) -> None:
         if request in self._receivers:
             first = instance_pb2.SessionUp.FirstToken(request=request_to_pb(request), token_id=token_id)
-            self._put(instance_pb2.SessionUp(first_token=first))
+            self._outgoing.put_nowait(instance_pb2.SessionUp(first_token=first))
 
     def abort(self, request: RequestRef) -> None:
         """Nothing more of this request is wanted. A no-op once it has ended."""
         if self._receivers.pop(request, None) is not None and self.up:
             abort = instance_pb2.SessionUp.AbortSequence(request=request_to_pb(request))
-            self._put(instance_pb2.SessionUp(abort=abort))
+            self._outgoing.put_nowait(instance_pb2.SessionUp(abort=abort))
 
     def describe(self, now_s: float) -> Entry:
         """For a dump. `now_s` is CLOCK_MONOTONIC."""
@@ -103,14 +115,7 @@ class HeadSession:
     def close(self) -> None:
         """The instance has left the directory. Its requests fail when its stream has ended."""
         self.up = False
-        if not self._outgoing.full():
-            self._outgoing.put_nowait(None)
-
-    def _put(self, message: instance_pb2.SessionUp) -> None:
-        try:
-            self._outgoing.put_nowait(message)
-        except asyncio.QueueFull:
-            raise Exhausted(f"{self.ref} takes no more messages") from None
+        self._outgoing.put_nowait(None)
 
     async def _run(self) -> None:
         reason = "it has left"
@@ -140,7 +145,7 @@ class HeadSession:
                 if output.end is not None:
                     self._receivers.pop(output.request, None)
                 if receiver is not None:
-                    receiver.on_output(self.ref, output)
+                    receiver.on_output(output)
         self._outgoing.put_nowait(None)
 
     def _fail_all(self, reason: str) -> None:
@@ -150,4 +155,4 @@ class HeadSession:
             self._log.warning("requests fail with their instance", requests=len(receivers), reason=reason)
         for request, receiver in receivers.items():
             lost = SequenceOutput(request, end=SequenceEnd.FAILED, error=f"{self.ref.name} is lost: {reason}")
-            receiver.on_output(self.ref, lost)
+            receiver.on_output(lost)

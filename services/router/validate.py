@@ -17,6 +17,7 @@ MAX_STOP_BYTES: Final = 256
 MAX_LOGPROBS: Final = 20
 MAX_MESSAGES: Final = 1024
 MAX_TEMPERATURE: Final = 100.0
+MAX_PRIORITY: Final = 100  # and at least minus that
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -29,7 +30,6 @@ class Limits:
     max_text_bytes: int
     eos_token_ids: tuple[int, ...]
     default_max_tokens: int | None = None
-    max_prompt_tokens: int | None = None  # None: as many as `max_request_tokens` allows
 
 
 def check_prompt(request: generator_pb2.GenerateRequest, limits: Limits) -> None:
@@ -93,6 +93,11 @@ def sampling_params(
     )
 
 
+def priority_of(request: generator_pb2.GenerateRequest) -> int:
+    """Higher is served first; 0 if the client says nothing. Raises Rejected."""
+    return _whole("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+
+
 def _check_stop_strings(stops: list[str]) -> None:
     if len(stops) > MAX_STOP_STRINGS:
         raise Rejected("stop", f"must be at most {MAX_STOP_STRINGS} strings, got {len(stops)}")
@@ -103,7 +108,7 @@ def _check_stop_strings(stops: list[str]) -> None:
 
 def _max_tokens(request: generator_pb2.GenerateRequest, prompt_tokens: int, limits: Limits) -> int:
     room = limits.max_request_tokens - prompt_tokens
-    most = min(limits.max_request_tokens - 1, limits.max_prompt_tokens or limits.max_request_tokens)
+    most = limits.max_request_tokens - 1
     if prompt_tokens > most:
         raise Rejected("prompt", f"must be 1..{most} tokens (context and page pool), got {prompt_tokens}")
     if not request.HasField("max_tokens"):

@@ -59,6 +59,7 @@ class LoadClient:
     async def _follow(self, request: PlannedRequest) -> None:
         sent_s = self._now_s()
         times_s, counts, failure = array("d"), array("q"), "the stream ended without its last message"
+        cached_tokens = 0
         try:
             message = self._requests.pop(request.index)
             async for response in self._client.receive("Generate", message, timeout_s=self._timeout_s):
@@ -68,6 +69,7 @@ class LoadClient:
                     self._tokens += count
                 if response.HasField("finished"):
                     failure = _failure(request, response.finished, sum(counts))
+                    cached_tokens = response.finished.usage.cached_tokens
         except StagemeshError as error:
             failure = f"{type(error).__name__}: {error}"
         finally:
@@ -84,6 +86,7 @@ class LoadClient:
                 message_s=tuple(times_s),
                 message_tokens=tuple(counts),
                 failure=failure,
+                cached_tokens=cached_tokens,
             )
         )
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
     """`message_s` are the times at which messages with tokens came, `message_tokens` how many each had. `failure` says
-    why it does not count; empty for a success."""
+    why it does not count; empty for a success. `cached_tokens` of its input the mesh had already, as that says."""
 
     index: int
     input_tokens: int
@@ -20,6 +20,7 @@ class RequestRecord:
     message_s: tuple[float, ...]
     message_tokens: tuple[int, ...]
     failure: str = ""
+    cached_tokens: int = 0
 
     @property
     def output_tokens(self) -> int:

@@ -76,12 +76,14 @@ def _request(record: RequestRecord) -> dict[str, Any]:
 
 def _counts(summary: Summary) -> list[str]:
     throughput = summary.throughput
+    cached = [_line("Input tokens found cached", f"{summary.cached_tokens}")] if summary.cached_tokens else []
     wasted = [_line("Output tokens of failed requests", f"{summary.failed_output_tokens}")] if summary.failed else []
     return [
         _line("Successful requests", f"{summary.successful}"),
         _line("Failed requests", f"{summary.failed}"),
         _line("Benchmark duration (s)", f"{summary.duration_s:.2f}"),
         _line("Input tokens", f"{summary.input_tokens}"),
+        *cached,
         _line("Output tokens", f"{summary.output_tokens}"),
         _line("Total tokens", f"{summary.total_tokens}"),
         *wasted,

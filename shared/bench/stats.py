@@ -29,7 +29,7 @@ class Spread:
 @dataclass(frozen=True, slots=True)
 class Summary:
     """`concurrency` is the sum of the end-to-end times over the duration. `failures` are reasons with their counts, the
-    most frequent first."""
+    most frequent first. `cached_tokens` of the input were not computed."""
 
     successful: int
     failed: int
@@ -43,6 +43,7 @@ class Summary:
     tpot: Spread
     itl: Spread
     failures: tuple[tuple[str, int], ...] = ()
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -90,4 +91,5 @@ def summarize(records: Iterable[RequestRecord]) -> Summary:
         tpot=spread([record.tpot_s for record in good if record.tpot_s is not None]),
         itl=spread([gap for record in good for gap in record.itl_s]),
         failures=tuple(Counter(record.failure for record in bad).most_common()),
+        cached_tokens=sum(record.cached_tokens for record in good),
     )

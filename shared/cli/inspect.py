@@ -43,7 +43,8 @@ def check(
     else:
         for name, said in report.items():
             held = ", ".join(f"{key} {value}" for key, value in said["held"].items() if value) or "nothing in flight"
-            print(f"{name:>14}  {'ok' if said['ok'] else said['violation']}  {held}")
+            cached = f", {count} pages cached" if (count := said["gauges"].get("pages_cached")) else ""
+            print(f"{name:>14}  {'ok' if said['ok'] else said['violation']}  {held}{cached}")
     if any(not said["ok"] or (idle and any(said["held"].values())) for said in report.values()):
         sys.exit(1)
 

@@ -32,7 +32,7 @@ def up(
     model: Annotated[
         str | None, typer.Option(help="smollm2, a directory, a GGUF file or dummy:PATH. [smollm2]")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu. [cpu]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [cpu]")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float64 or bfloat16. [float32]")] = None,
     transfer: Annotated[str | None, typer.Option(help="The transfer backend. [mooncake]")] = None,
     num_pages: Annotated[int | None, typer.Option(help="KV pages of each instance.")] = None,
@@ -43,6 +43,8 @@ def up(
     decode_pp: Annotated[int | None, typer.Option(min=1, help="Stages of a decode instance. [2]")] = None,
     prefill_layers: Annotated[str | None, typer.Option(help="Layers a stage, as 12,18. [balanced]")] = None,
     decode_layers: Annotated[str | None, typer.Option(help="Layers a stage, as 16,14. [balanced]")] = None,
+    prefill_gpus: Annotated[str | None, typer.Option(help="The GPUs of its stages, as 0,1. [all share 0]")] = None,
+    decode_gpus: Annotated[str | None, typer.Option(help="The GPUs of its stages, as 0,1. [all share 0]")] = None,
     prefill_instances: Annotated[int | None, typer.Option(min=1, help="[1]")] = None,
     decode_instances: Annotated[int | None, typer.Option(min=1, help="[1]")] = None,
 ) -> None:
@@ -54,7 +56,16 @@ def up(
     from stagemesh.shared.runtime.reporter import Reporter
     from stagemesh.shared.runtime.supervisor import UpOptions, supervise
 
-    layout = _Layout(prefill_pp, decode_pp, prefill_layers, decode_layers, prefill_instances, decode_instances)
+    layout = _Layout(
+        prefill_pp,
+        decode_pp,
+        prefill_layers,
+        decode_layers,
+        prefill_gpus,
+        decode_gpus,
+        prefill_instances,
+        decode_instances,
+    )
     settings: dict[str, object] = {
         "router.listen": None if port is None else f"127.0.0.1:{port}",
         "model.path": model,
@@ -90,6 +101,8 @@ class _Layout:
     decode_pp: int | None
     prefill_layers: str | None
     decode_layers: str | None
+    prefill_gpus: str | None
+    decode_gpus: str | None
     prefill_instances: int | None
     decode_instances: int | None
 
@@ -98,25 +111,32 @@ class _Layout:
             if getattr(self, name) is not None:
                 raise Rejected(f"--{name.replace('_', '-')}", "the layout comes from --config; give one or the other")
 
-    def local(self) -> LocalLayout:
+    def local(self, device: str) -> LocalLayout:
         from stagemesh.shared.config.local import LocalLayout, RoleLayout
 
         return LocalLayout(
+            device=device,
             prefill=RoleLayout(
-                self.prefill_pp or 2, self.prefill_instances or 1, _layers("--prefill-layers", self.prefill_layers)
+                self.prefill_pp or 2,
+                self.prefill_instances or 1,
+                _numbers("--prefill-layers", self.prefill_layers),
+                _numbers("--prefill-gpus", self.prefill_gpus),
             ),
             decode=RoleLayout(
-                self.decode_pp or 2, self.decode_instances or 1, _layers("--decode-layers", self.decode_layers)
+                self.decode_pp or 2,
+                self.decode_instances or 1,
+                _numbers("--decode-layers", self.decode_layers),
+                _numbers("--decode-gpus", self.decode_gpus),
             ),
         )
 
 
-def _layers(option: str, text: str | None) -> tuple[int, ...]:
+def _numbers(option: str, text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise Rejected(option, f"expected counts with commas between them, such as 12,18; got {text!r}")
+        raise Rejected(option, f"expected numbers with commas between them, such as 12,18; got {text!r}")
     return tuple(int(part) for part in parts)
 
 
@@ -130,7 +150,7 @@ def _effective_config(
 
     if path is None:
         entered = stack.enter_context(private_run_dir(run_dir))
-        document = local_document(layout.local(), entered)
+        document = local_document(layout.local(str(given.get("model.device", "cpu"))), entered)
         # its addresses lie in the run dir, so an override of that from the environment would tear them apart
         given = {**given, "mesh.run_dir": str(entered)}
         return build_config(document, source="the options of up", environ=os.environ, options=given)

@@ -16,6 +16,7 @@ _ENDS: dict[SequenceEnd | None, instance_pb2.SequenceEnd] = {
     SequenceEnd.LENGTH: instance_pb2.SEQUENCE_END_LENGTH,
     SequenceEnd.FAILED: instance_pb2.SEQUENCE_END_FAILED,
     SequenceEnd.REJECTED: instance_pb2.SEQUENCE_END_REJECTED,
+    SequenceEnd.RECOMPUTE: instance_pb2.SEQUENCE_END_RECOMPUTE,
 }
 _ENDS_BACK = {wire: end for end, wire in _ENDS.items()}
 
@@ -28,6 +29,7 @@ def outputs_to_pb(outputs: Iterable[SequenceOutput]) -> list[instance_pb2.Sequen
             end=_ENDS[output.end],
             error=output.error,
             logprobs=[logprobs_to_pb(logprobs) for logprobs in output.logprobs],
+            cached_tokens=output.cached_tokens,
         )
         for output in outputs
     ]
@@ -39,4 +41,11 @@ def output_from_pb(message: instance_pb2.SequenceOutput) -> SequenceOutput:
         raise ProtocolViolation(f"unknown end of a sequence: {message.end}")
     end = _ENDS_BACK[message.end]
     logprobs = tuple(logprobs_from_pb(logprobs) for logprobs in message.logprobs)
-    return SequenceOutput(request_from_pb(message.request), tuple(message.token_ids), end, message.error, logprobs)
+    return SequenceOutput(
+        request_from_pb(message.request),
+        tuple(message.token_ids),
+        end,
+        message.error,
+        logprobs,
+        message.cached_tokens,
+    )

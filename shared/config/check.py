@@ -40,6 +40,11 @@ def _check_instance(field: str, instance: InstanceSection) -> None:
             f"{field}.stages",
             f"{instance.name} needs one address a stage: pp_size is {instance.pp_size}, got {len(instance.stages)}",
         )
+    if instance.gpus and len(instance.gpus) != instance.pp_size:
+        raise Rejected(
+            f"{field}.gpus",
+            f"{instance.name} needs one GPU a stage: pp_size is {instance.pp_size}, got {list(instance.gpus)}",
+        )
     if instance.layers and len(instance.layers) != instance.pp_size:
         raise Rejected(
             f"{field}.layers",

@@ -42,11 +42,17 @@ class BrokerSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class RouterSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The public face. Port 0 in `listen` means any free port."""
+    """The public face. Port 0 in `listen` means any free port.
+
+    A request waits until its first token. What is over the limits of waiting ends RESOURCE_EXHAUSTED, at once or when
+    its time is over; one that has had its first token is never ended by them. Every one that waits costs its prompt in
+    the router and in a prefill head, so `max_waiting_requests` is what bounds their memory in a flood."""
 
     listen: str = "127.0.0.1:8470"
     max_text_bytes: Annotated[int, Meta(ge=1, le=32 * MIB)] = MIB
-    max_live_requests: Count = 4096
+    max_live_requests: Count = 4096  # those that wait, and those whose answers are under way
+    max_waiting_requests: Count = 1024
+    max_waiting_s: Seconds = 600.0  # longer than a client without a deadline should ever be kept without a word
     default_max_tokens: Count | None = None  # None: what is left of the context
 
 
@@ -56,7 +62,7 @@ class ModelSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     path: Annotated[str, Meta(min_length=1)]
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
-    device: Literal["cpu"] = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
 
     @property
     def spec(self) -> str:
@@ -73,12 +79,19 @@ class EngineSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     pool_bytes: Annotated[int, Meta(ge=MIB, le=1 << 42)] = 512 * MIB
     max_running: Annotated[int, Meta(ge=1, le=1 << 16)] = 64  # sequences of a decode instance
     max_prefill_sequences: Annotated[int, Meta(ge=1, le=1 << 16)] = 64  # sequences packed into a chunk
+    cuda_graphs: bool = True
     run_ahead: Annotated[int, Meta(ge=0, le=8)] = 1  # steps of a microbatch issued before their predecessor is back
     extra_depth: Annotated[int, Meta(ge=0, le=8)] = 0  # microbatches beyond one a stage
     reserve_ahead: Annotated[int, Meta(ge=0, le=1024)] = 2  # requests a prefill head asks pages for in advance
     ring_slots: Annotated[int, Meta(ge=2, le=1024)] | None = None  # None: from stages, extra_depth and run_ahead
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0  # torch threads of a stage; 0: the host's cores shared out
     decode_nice: Annotated[int, Meta(ge=0, le=19)] = 5  # decode's forward passes yield cores that prefill shares
+    host_kv_bytes: Annotated[int, Meta(ge=0, le=1 << 46)] = 512 * MIB  # a decode stage's, for KV of retracted sequences
+    schedule_conservativeness: Annotated[float, Meta(ge=0, le=10)] = 1.0  # of the expected growth that decode admits by
+    prefix_cache: bool = True  # a prefill instance keeps the KV of finished prompts in pages that nobody needs
+    priority_ageing_s: Seconds = 10.0  # waiting that is worth one point of a request's priority
+    # where both share GPUs: decode holds its steps while prompts for it are being computed, at most so long
+    decode_yield_s: Annotated[float, Meta(ge=0, le=60)] = 0.0
     drain_timeout_s: Seconds = 30.0
 
 
@@ -86,6 +99,7 @@ class TransferSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """How KV pages and activations travel. `host` is the address that peers are told."""
 
     backend: Literal["mooncake", "nixl", "memory"] = "mooncake"
+    protocol: Literal["auto", "tcp", "intranode", "rdma"] = "auto"  # auto: GPU to GPU in one host, else TCP
     host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     max_batch_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 16 * MIB
     max_batch_pieces: Annotated[int, Meta(ge=1, le=1 << 16)] = 256
@@ -102,13 +116,17 @@ class MetricsSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class InstanceSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A pipeline. `stages` are its `pp_size` listen addresses; `layers` their layer counts, empty for balanced."""
+    """A pipeline. `stages` are its `pp_size` listen addresses; `layers` their layer counts, empty for balanced; `gpus`
+    the GPU of each, by the host's numbers, empty for the first that is visible. A stage takes `memory_fraction` of its
+    GPU: weights, workspace, and the rest for the pool."""
 
     name: Name
     role: Role
     pp_size: PpSize
     stages: tuple[str, ...]
     layers: tuple[Count, ...] = ()
+    gpus: tuple[Annotated[int, Meta(ge=0, le=1023)], ...] = ()
+    memory_fraction: Annotated[float, Meta(gt=0, le=0.98)] = 0.45
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -84,13 +84,17 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Command:
-    """Order within a command: drops, cancels, joins, page deltas, step. `page_deltas` is handle, count, ids..., again
-    and again; `cancels` are handles whose KV is to be sent no further."""
+    """Order within a command: drops, cancels, joins, retracts, page deltas, resumes, step. `page_deltas` is handle,
+    count, ids..., again and again; `cancels` are handles whose KV is to be sent no further. A stage copies the KV of a
+    retracted handle to host memory and forgets its pages, which stay its own until every stage says `copied`; it
+    copies it back into the first of the pages that a resumed handle has by then, and says `restored`."""
 
     number: int
     drops: tuple[int, ...] = ()
     cancels: tuple[int, ...] = ()
     joins: tuple[Join, ...] = ()
+    retracts: tuple[int, ...] = ()
+    resumes: tuple[int, ...] = ()
     page_deltas: Ints = field(default_factory=lambda: EMPTY)
     step: Step | None = None
 

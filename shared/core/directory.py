@@ -96,3 +96,8 @@ class InstanceInfo:
     stages: tuple[StageInfo, ...]
     load: InstanceLoad = InstanceLoad()
     accepting: bool = True
+
+    @property
+    def widest_page_bytes(self) -> int:
+        """Of a page on the stage where it is largest."""
+        return max(stage.pool.length for stage in self.stages) // self.manifest.num_pages

@@ -1,7 +1,7 @@
 """The numbers of commands and steps, and what comes back when every stage has acknowledged them.
 
-What a scheduler decides between two steps (joins, drops, cancels, new pages) is collected here and travels with the
-next command. Pages of a dropped sequence are free once every stage has applied the command that drops it.
+What a scheduler decides between two steps (joins, drops, cancels, copies, new pages) is collected here and travels with
+the next command. Pages of a dropped sequence are free once every stage has applied the command that drops it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class Issuer:
         self._joins: list[Join] = []
         self._drops: list[int] = []
         self._cancels: list[int] = []
+        self._retracts: list[int] = []
+        self._resumes: list[int] = []
         self._deltas: dict[int, list[int]] = {}
         self._dropped_pages: list[int] = []
         self._freeing: dict[int, list[int]] = {}  # command number -> pages that it frees
@@ -69,10 +71,27 @@ class Issuer:
     def cancel(self, handle: int) -> None:
         self._cancels.append(handle)
 
+    def is_joining(self, handle: int) -> bool:
+        """It joins with the next command."""
+        return any(join.handle == handle for join in self._joins)
+
+    def retract(self, handle: int) -> None:
+        """Its KV is to be copied to host memory, from the pages that the stages know of. They are its own until every
+        stage has said that it has. Raises Bug for one whose pages travel with the same command: a command's retracts
+        come before its page deltas."""
+        if handle in self._deltas:
+            raise Bug(f"sequence {handle} is retracted, but its stages have not heard of all its pages")
+        self._retracts.append(handle)
+
+    def resume(self, handle: int, pages: list[int]) -> None:
+        """Its KV is to be copied back into `pages`."""
+        self.add_pages(handle, pages)
+        self._resumes.append(handle)
+
     def drop(self, handle: int, pages: list[int]) -> None:
         """The sequence leaves every stage; its pages follow when all have acknowledged. No step of it may be out."""
         self._deltas.pop(handle, None)  # no step will need them: a command's drops come before its page deltas
-        if any(join.handle == handle for join in self._joins):  # no stage has heard of it
+        if self.is_joining(handle):  # no stage has heard of it
             self._joins = [join for join in self._joins if join.handle != handle]
             self._pages.release(pages)
             return
@@ -87,7 +106,8 @@ class Issuer:
 
     def flush(self) -> Command | None:
         """What is collected, as a command without a step, or None if there is nothing."""
-        return self._issue(None) if self._drops or self._cancels or self._joins else None
+        collected = self._drops or self._cancels or self._joins or self._retracts or self._resumes
+        return self._issue(None) if collected else None
 
     def take_result(self, step_number: int) -> Step:
         """The step whose result has come back: every stage has applied its command. Raises Bug if it was not out."""
@@ -116,6 +136,8 @@ class Issuer:
             drops=tuple(self._drops),
             cancels=tuple(self._cancels),
             joins=tuple(self._joins),
+            retracts=tuple(self._retracts),
+            resumes=tuple(self._resumes),
             page_deltas=pack_deltas(self._deltas),
             step=step,
         )
@@ -124,4 +146,5 @@ class Issuer:
         if self._dropped_pages:
             self._freeing[command.number] = self._dropped_pages
         self._joins, self._drops, self._cancels, self._deltas, self._dropped_pages = [], [], [], {}, []
+        self._retracts, self._resumes = [], []
         return command

@@ -1,7 +1,7 @@
 """Which sequence travels in which microbatch, and whose turn it is.
 
-Sizes differ by at most one after every issue of each microbatch: a new sequence joins the smallest, and a microbatch
-that has become too large hands its surplus to the smallest when its turn comes. Turns go round the microbatches that
+Sizes never differ by more than one: a new sequence joins the smallest, and where one leaves a microbatch that becomes
+too small, another moves there from the largest. Turns go round the microbatches that
 have something to run, so that two steps of one microbatch never follow each other while another could run between.
 """
 
@@ -38,17 +38,16 @@ class Microbatches:
         self._where[handle] = smallest
         return smallest
 
-    def leave(self, handle: int) -> None:
-        self._members[self._where.pop(handle)].remove(handle)
-
-    def rebalance(self, index: int, movable: Callable[[int], bool]) -> None:
-        """Hands the surplus of microbatch `index` to the smallest ones, latest members first."""
-        for handle in reversed(self.members(index)):
-            if len(self._members[index]) <= min(self.sizes) + 1:
-                return
-            if movable(handle):
-                self.leave(handle)
-                self.join(handle)
+    def leave(self, handle: int, cost: Callable[[int], int]) -> None:
+        """`cost` is what it costs to move a sequence: the cheapest one moves, and of several the latest."""
+        left = self._where.pop(handle)
+        self._members[left].remove(handle)
+        largest = max(self._members, key=len)
+        if len(largest) > len(self._members[left]) + 1:
+            mover = min(reversed(largest), key=cost)
+            largest.remove(mover)
+            self._members[left].append(mover)
+            self._where[mover] = left
 
     def next_turn(self, has_work: Callable[[int], bool]) -> int | None:
         """The next microbatch in turn that has something to run, or None. Does not take the turn."""
@@ -63,7 +62,9 @@ class Microbatches:
         self._last_turn = index
 
     def check_integrity(self) -> None:
-        """Raises Bug unless every sequence is in exactly the microbatch that it is said to be in."""
+        """Raises Bug unless every sequence is in exactly the microbatch that it is said to be in, and they are even."""
         found = {handle: index for index, members in enumerate(self._members) for handle in members}
         if found != self._where or sum(self.sizes) != len(found):
             raise Bug(f"microbatches do not add up: {self._members} against {self._where}")
+        if max(self.sizes) > min(self.sizes) + 1:
+            raise Bug(f"microbatches are uneven: {self.sizes}")

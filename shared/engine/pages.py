@@ -1,6 +1,8 @@
 """Pages of one instance: who holds what, as counters that must always add up.
 
 free --allocate--> used --release--> free
+used --cache--> cached --reuse--> used                 nobody holds it, but its KV is worth keeping
+                cached --evict--> free
 used --quarantine--> quarantined --prove--> free       a remote writer may still write there
 """
 
@@ -26,6 +28,7 @@ class PageAllocator:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))  # taken from the end: low ids first
         self._used: set[int] = set()
+        self._cached: set[int] = set()
         self._quarantined: dict[str, tuple[int, ...]] = {}
         self._quarantined_s: dict[str, float] = {}
 
@@ -36,6 +39,10 @@ class PageAllocator:
     @property
     def num_used(self) -> int:
         return len(self._used)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
 
     @property
     def num_quarantined(self) -> int:
@@ -63,6 +70,27 @@ class PageAllocator:
             self._used.remove(page)
             self._free.append(page)
 
+    def cache(self, page: int) -> None:
+        """A used page that nobody holds any more keeps its KV, until it is reused or evicted."""
+        if page not in self._used:
+            raise Bug(f"page {page} is cached, but it is not in use")
+        self._used.remove(page)
+        self._cached.add(page)
+
+    def reuse(self, page: int) -> None:
+        """A cached page is held again, with the KV that it has."""
+        if page not in self._cached:
+            raise Bug(f"page {page} is reused, but it is not cached")
+        self._cached.remove(page)
+        self._used.add(page)
+
+    def evict(self, page: int) -> None:
+        """Makes a cached page free: its KV is forgotten."""
+        if page not in self._cached:
+            raise Bug(f"page {page} is evicted, but it is not cached")
+        self._cached.remove(page)
+        self._free.append(page)
+
     def quarantine(self, ticket_id: str, pages: Sequence[int]) -> None:
         """Sets used pages aside that the writers of `ticket_id` may still write to."""
         if ticket_id in self._quarantined or not self._used.issuperset(pages):
@@ -79,12 +107,12 @@ class PageAllocator:
     def check_integrity(self) -> None:
         """Raises Bug unless every page is in exactly one place."""
         quarantined = [page for pages in self._quarantined.values() for page in pages]
-        held = [*self._free, *self._used, *quarantined]
+        held = [*self._free, *self._used, *self._cached, *quarantined]
         if sorted(held) != list(range(self.num_pages)):
             raise Bug(f"pages do not add up: {self!r}")
 
     def __repr__(self) -> str:
         return (
-            f"<PageAllocator {self.num_free} free + {self.num_used} used + {self.num_quarantined} quarantined "
-            f"of {self.num_pages}>"
+            f"<PageAllocator {self.num_free} free + {self.num_used} used + {self.num_cached} cached + "
+            f"{self.num_quarantined} quarantined of {self.num_pages}>"
         )

@@ -30,6 +30,7 @@ from stagemesh.shared.core.commands import (
     TokenLogprobs,
     unpack_deltas,
 )
+from stagemesh.shared.engine.host_copies import CpuPageCopier, HostCopies
 from stagemesh.shared.engine.sampler import RowSampling, log_probabilities, sample
 from stagemesh.shared.errors import ProtocolViolation
 from stagemesh.shared.model.batch import ForwardBatch
@@ -52,10 +53,14 @@ class _Resident:
 
 
 class StageRunner:
-    """One stage's layers over its pool `[num_pages, layers, 2, page_size, kv_heads, head_dim]`."""
+    """One stage's layers over its pool `[num_pages, layers, 2, page_size, kv_heads, head_dim]`. `copies` takes the KV
+    of retracted sequences; None: the pool is in host memory, and none are expected."""
 
-    def __init__(self, model: StageModel, pool: Tensor, *, first: bool, last: bool) -> None:
+    def __init__(
+        self, model: StageModel, pool: Tensor, *, first: bool, last: bool, copies: HostCopies | None = None
+    ) -> None:
         self._model, self._pool, self._first, self._last = model, pool, first, last
+        self.copies = HostCopies(CpuPageCopier(pool), 0) if copies is None else copies
         self._page_size = pool.shape[3]
         self._residents: dict[int, _Resident] = {}
 
@@ -67,14 +72,22 @@ class StageRunner:
         return self._residents[handle].pages
 
     def apply(self, command: Command) -> None:
-        """Everything of a command but its step. Raises ProtocolViolation for a handle that is not here."""
+        """Everything of a command but its step. Raises ProtocolViolation for a handle that is not here, or whose KV is
+        being copied."""
         for handle in command.drops:
             self._resident(handle)
+            self.copies.drop(handle)
             del self._residents[handle]
         for join in command.joins:
             self._residents[join.handle] = _Resident(_row_sampling(join), join.sampling.logprobs)
+        for handle in command.retracts:
+            resident = self._resident(handle)
+            self.copies.save(handle, resident.pages)
+            resident.pages = []
         for handle, pages in unpack_deltas(command.page_deltas):
             self._resident(handle).pages.extend(pages)
+        for handle in command.resumes:
+            self.copies.load(handle, self._resident(handle).pages)
 
     def run(self, step: Step, *, hidden: Tensor | None, sampled: Mapping[int, Ints]) -> StepOutput:
         """One forward. `hidden` [tokens, hidden_size] on every stage but the first; `sampled`, step number -> its ids,
@@ -89,7 +102,10 @@ class StageRunner:
     def _batch(self, step: Step) -> ForwardBatch:
         rows = step.rows
         starts, counts = rows[:, START], rows[:, COUNT]
-        residents = [self._resident(handle) for handle in rows[:, HANDLE].tolist()]
+        residents = [
+            self._runnable(handle, end)
+            for handle, end in zip(rows[:, HANDLE].tolist(), (starts + counts).tolist(), strict=True)
+        ]
         table = np.zeros((len(rows), max(len(r.pages) for r in residents)), dtype=np.int64)
         for entries, resident in zip(table, residents, strict=True):
             entries[: len(resident.pages)] = resident.pages
@@ -125,6 +141,15 @@ class StageRunner:
         at = list(wanted)
         told = log_probabilities(logits[at], drawn[at].tolist(), list(wanted.values()))
         return StepOutput(ids, {int(sampled[r]): TokenLogprobs(*t) for r, t in zip(at, told, strict=True)})
+
+    def _runnable(self, handle: int, num_tokens: int) -> _Resident:
+        """One with pages for `num_tokens`, and their KV in them."""
+        resident = self._resident(handle)
+        if handle in self.copies:
+            raise ProtocolViolation(f"a step names sequence {handle}, whose KV is not all here")
+        if num_tokens > (room := len(resident.pages) * self._page_size):
+            raise ProtocolViolation(f"a step takes sequence {handle} to {num_tokens} tokens, its pages hold {room}")
+        return resident
 
     def _resident(self, handle: int) -> _Resident:
         resident = self._residents.get(handle)

@@ -2,8 +2,9 @@
 
 waiting --reserve--> reserved --start--> running --finish--> finished
 waiting --start--> running                     a prompt whose KV goes nowhere (one token asked for)
+reserved --unreserve--> waiting                its pages are wanted elsewhere before anybody has written to them
 running --retract--> retracted --resume--> running
-retracted --reserve--> reserved                its KV is lost: computed anew by a prefill instance
+retracted --finish--> finished                 by a result that was on its way when it was retracted
 waiting, reserved, running, retracted --abort--> aborted
 """
 
@@ -26,6 +27,7 @@ class SequenceState(Enum):
 
 class SequenceEvent(Enum):
     RESERVE = "reserve"
+    UNRESERVE = "unreserve"
     START = "start"
     RETRACT = "retract"
     RESUME = "resume"
@@ -40,13 +42,14 @@ SEQUENCE: Final = Table(
         (_S.WAITING, _E.RESERVE): _S.RESERVED,
         (_S.WAITING, _E.START): _S.RUNNING,
         (_S.WAITING, _E.ABORT): _S.ABORTED,
+        (_S.RESERVED, _E.UNRESERVE): _S.WAITING,
         (_S.RESERVED, _E.START): _S.RUNNING,
         (_S.RESERVED, _E.ABORT): _S.ABORTED,
         (_S.RUNNING, _E.RETRACT): _S.RETRACTED,
         (_S.RUNNING, _E.FINISH): _S.FINISHED,
         (_S.RUNNING, _E.ABORT): _S.ABORTED,
         (_S.RETRACTED, _E.RESUME): _S.RUNNING,
-        (_S.RETRACTED, _E.RESERVE): _S.RESERVED,
+        (_S.RETRACTED, _E.FINISH): _S.FINISHED,
         (_S.RETRACTED, _E.ABORT): _S.ABORTED,
     },
 )

@@ -1,6 +1,7 @@
 """The life of a KV transfer.
 
 opened --reserve--> reserved --fill--> filling --commit--> committed --release--> closed
+reserved --unreserve--> opened                 the decode side is short of pages: it is asked again
 opened, reserved --fail--> closed
 filling --fail--> quiescing --quiesced--> closed
 
@@ -27,6 +28,7 @@ class TicketState(Enum):
 
 class TicketEvent(Enum):
     RESERVE = "reserve"
+    UNRESERVE = "unreserve"
     FILL = "fill"
     COMMIT = "commit"
     FAIL = "fail"
@@ -40,6 +42,7 @@ TICKET: Final = Table(
     {
         (_S.OPENED, _E.RESERVE): _S.RESERVED,
         (_S.OPENED, _E.FAIL): _S.CLOSED,
+        (_S.RESERVED, _E.UNRESERVE): _S.OPENED,
         (_S.RESERVED, _E.FILL): _S.FILLING,
         (_S.RESERVED, _E.FAIL): _S.CLOSED,
         (_S.FILLING, _E.COMMIT): _S.COMMITTED,

@@ -50,7 +50,7 @@ class ModelSource(ABC):
         """A new tokenizer. Raises Rejected where the model has none, or one of an unknown kind."""
 
     @abstractmethod
-    def _reader(self) -> TensorReader: ...
+    def _reader(self, device: str) -> TensorReader: ...
 
     @abstractmethod
     def _identity(self) -> Iterable[bytes]:
@@ -78,13 +78,15 @@ class ModelSource(ABC):
         *,
         first: bool,
         last: bool,
+        device: str = "cpu",
         progress: Progress | None = None,
     ) -> StageWeights:
-        """The weights of one stage and no others; `progress` is called with bytes done and bytes in all. Raises
-        Rejected naming file and tensor where one is missing, misshaped or truncated."""
+        """The weights of one stage and no others, on `device`; `progress` is called with bytes done and bytes in all.
+        Raises Rejected naming file and tensor where one is missing, misshaped or truncated."""
         from stagemesh.shared.model.weights import load_stage
 
-        return load_stage(self._reader(), self.config, layers, dtype, first=first, last=last, progress=progress)
+        reader = self._reader(device)
+        return load_stage(reader, self.config, layers, dtype, first=first, last=last, device=device, progress=progress)
 
 
 class HfSource(ModelSource):
@@ -97,7 +99,7 @@ class HfSource(ModelSource):
     def tokenizer(self) -> Tokenizer:
         return tokenizer_from_dir(self._directory, self.config)
 
-    def _reader(self) -> TensorReader:
+    def _reader(self, device: str) -> TensorReader:
         from stagemesh.shared.model.safetensors_reader import SafetensorsReader
 
         return SafetensorsReader(self._directory)
@@ -122,7 +124,7 @@ class GgufSource(ModelSource):
     def tokenizer(self) -> Tokenizer:
         return tokenizer_from_gguf(self._file)
 
-    def _reader(self) -> TensorReader:
+    def _reader(self, device: str) -> TensorReader:
         from stagemesh.shared.model.gguf_reader import GgufReader
 
         return GgufReader(self._file, self.config)
@@ -142,10 +144,10 @@ class DummySource(ModelSource):
     def tokenizer(self) -> Tokenizer:
         return self._inner.tokenizer()
 
-    def _reader(self) -> TensorReader:
+    def _reader(self, device: str) -> TensorReader:
         from stagemesh.shared.model.dummy import DummyReader
 
-        return DummyReader(self._seed)
+        return DummyReader(self._seed, device)
 
     def _identity(self) -> Iterable[bytes]:
         return (f"{DUMMY}{self._seed}".encode(),)

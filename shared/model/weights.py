@@ -110,11 +110,12 @@ def load_stage(
     *,
     first: bool,
     last: bool,
+    device: str = "cpu",
     progress: Progress | None = None,
 ) -> StageWeights:
-    """Reads what the stage needs and nothing else. Raises Rejected, from the reader."""
+    """Reads what the stage needs and nothing else, to `device`. Raises Rejected, from the reader."""
     total = weight_bytes(config, layers, dtype, first=first, last=last)
-    loading = _Loading(reader, stage_shapes(config, layers, first=first, last=last), dtype, total, progress)
+    loading = _Loading(reader, stage_shapes(config, layers, first=first, last=last), dtype, device, total, progress)
     embedding = loading.one(EMBEDDING) if first else None
     loaded = tuple(_load_layer(loading, f"model.layers.{layer}.") for layer in range(layers.lo, layers.hi))
     norm = head = None
@@ -129,13 +130,19 @@ class _Loading:
     """Reads tensors and counts their bytes."""
 
     def __init__(
-        self, reader: TensorReader, shapes: dict[str, Shape], dtype: torch.dtype, total: int, progress: Progress | None
+        self,
+        reader: TensorReader,
+        shapes: dict[str, Shape],
+        dtype: torch.dtype,
+        device: str,
+        total: int,
+        progress: Progress | None,
     ) -> None:
-        self._reader, self._shapes, self._dtype = reader, shapes, dtype
+        self._reader, self._shapes, self._dtype, self._device = reader, shapes, dtype, device
         self._total, self._done, self._progress = total, 0, progress
 
     def one(self, name: str) -> Tensor:
-        tensor = self._reader.read(name, self._shapes[name], self._dtype)
+        tensor = self._reader.read(name, self._shapes[name], self._dtype).to(self._device)
         self._done += tensor.nbytes
         if self._progress is not None:
             self._progress(self._done, self._total)

@@ -85,6 +85,19 @@ TIME_PER_OUTPUT_TOKEN = Metric(
 REQUEST_SECONDS = Metric(_H, "request_seconds", "From a request's arrival to its end, for those that ended well.", _M)
 TOKENIZE_SECONDS = Metric(_H, "tokenize_seconds", "Making token ids of a prompt, with the wait for a thread.", _M)
 TICKET_SECONDS = Metric(_H, "ticket_seconds", "From a tokenized prompt to its ticket: placement and the broker.", _M)
+WAITING_REQUESTS = Metric(
+    _G,
+    "waiting_requests",
+    "Requests before their first token, by what they wait for; `recompute` are those whose KV is lost, after theirs.",
+    _M,
+    ("reason",),
+)
+OLDEST_WAITING = Metric(_G, "oldest_waiting_seconds", "Age of the oldest request that has no token yet; 0: none.", _M)
+REFUSAL_SECONDS = Metric(
+    _H, "refusal_seconds", "From a request's arrival to its refusal, for those refused for want of room.", _M
+)
+MORE_ATTEMPTS = Metric(_C, "more_attempts", "Attempts beyond a request's first one.", _M)
+RECOMPUTED_TOKENS = Metric(_C, "recomputed_tokens", "Tokens whose KV was there before, of further attempts.", _M)
 
 # -- broker --
 TICKETS = Metric(_G, "tickets", "KV transfers that are not closed, by state.", _M, ("state",))
@@ -109,11 +122,43 @@ RESERVE_WAIT = Metric(
 )
 PREFILL_SECONDS = Metric(_H, "prefill_seconds", "From a prompt's first chunk to its first token.", _I)
 CHUNK_TOKENS = Metric(_H, "chunk_tokens", "Prompt tokens of a prefill step.", _I)
+PREFILL_TOKENS = Metric(
+    _C, "prefill_tokens", "Tokens of prompts that have started: found in the prefix cache, or computed.", _I, ("how",)
+)
+EVICTED_PAGES = Metric(_C, "evicted_pages", "Pages of the prefix cache that were needed, or flushed.", _I)
 FIRST_STEP_WAIT = Metric(_H, "first_step_wait_seconds", "From a ticket's commit to the sequence's first step.", _I)
 STEP_ROWS = Metric(_H, "step_rows", "Sequences in a decode step.", _I)
 MICROBATCHES = Metric(_G, "microbatches_in_flight", "Microbatches with a step outstanding.", _I)
 DECODED_TOKENS = Metric(_C, "decoded_tokens", "Tokens that decode steps made and a sequence took.", _I)
 WASTED_ROWS = Metric(_C, "wasted_rows", "Rows of decode steps whose sequence was over when they came back.", _I)
+OLDEST_SEQUENCE = Metric(
+    _G,
+    "oldest_sequence_seconds",
+    "Since its arrival at its router, of the oldest sequence in each state; 0: none.",
+    _I,
+    ("state",),
+)
+WAITING_SEQUENCES = Metric(
+    _G, "waiting_sequences", "Sequences of a decode instance that wait, by reason.", _I, ("reason",)
+)
+LONGEST_WAIT = Metric(
+    _G, "longest_wait_seconds", "Of those, since when the first of each reason waits.", _I, ("reason",)
+)
+RETRACTIONS = Metric(_C, "retractions", "Sequences that gave their pages up and have their KV in host memory.", _I)
+RESUMED = Metric(_C, "resumed_sequences", "Sequences that have their KV back from there.", _I)
+RECOMPUTED = Metric(
+    _C, "recomputed_sequences", "Sequences that gave their pages up and, for want of host memory, their KV.", _I
+)
+LOST_TOKENS = Metric(_C, "lost_kv_tokens", "Tokens whose KV these had.", _I)
+TAKEN_BACK = Metric(_C, "reservations_taken_back", "Reservations that nobody used yet and that made room.", _I)
+STALLED_ROWS = Metric(_C, "stalled_rows", "Rows left out of a decode step for want of a page.", _I)
+PREDICTED_TOKENS = Metric(
+    _H, "predicted_tokens", "New tokens of a sequence that finished, as expected when it was admitted.", _I
+)
+TRUE_TOKENS = Metric(_H, "true_tokens", "New tokens of a sequence that finished.", _I)
+HOST_PAGES = Metric(
+    _G, "host_pages", "Pages that retracted sequences fill in host memory, and those left.", _I, ("state",)
+)
 PAGES = Metric(_G, "pages", "KV pages of an instance, by where they are; they add up to pool_pages.", _I, ("state",))
 POOL_PAGES = Metric(_G, "pool_pages", "KV pages of an instance.", _I)
 STEPS_ISSUED = Metric(_C, "steps_issued", "Steps that the head has issued.", _I)
@@ -131,6 +176,16 @@ HOP_SECONDS = Metric(_C, "hop_seconds", "Time that activations took to the next 
 HOPS = Metric(_C, "hops", "Steps whose activations went to the next stage.", _P)
 RESIDENTS = Metric(_G, "residents", "Sequences on the stage.", _P)
 QUEUED_COMMANDS = Metric(_G, "queued_commands", "Commands that the stage has not begun.", _P)
+HOST_KV_BYTES = Metric(_G, "host_kv_bytes", "Host memory that the KV of retracted sequences takes on the stage.", _P)
+HOST_COPIES = Metric(_C, "host_copies", "Copies of a sequence's KV to host memory, and back.", _P, ("direction",))
+HOST_COPY_BYTES = Metric(_C, "host_copy_bytes", "Bytes of KV in those copies.", _P, ("direction",))
+HOST_COPY_SECONDS = Metric(
+    _C,
+    "host_copy_seconds",
+    "Time from the order to the end of those copies, which wait for each other.",
+    _P,
+    ("direction",),
+)
 KV_BYTES = Metric(_C, "kv_bytes", "Bytes of KV known to have arrived at decode stages.", _P)
 KV_PIECES = Metric(_C, "kv_pieces", "Pieces of KV in writes that are done.", _P)
 KV_SECONDS = Metric(_C, "kv_seconds", "Time that KV writes took, added up over writes that run at once.", _P)

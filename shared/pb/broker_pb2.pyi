@@ -88,8 +88,22 @@ class FillRequest(_message.Message):
     def __init__(self, ticket_id: _Optional[str] = ...) -> None: ...
 
 class FillReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("taken_back",)
+    TAKEN_BACK_FIELD_NUMBER: _ClassVar[int]
+    taken_back: bool
+    def __init__(self, taken_back: _Optional[bool] = ...) -> None: ...
+
+class UnreserveRequest(_message.Message):
+    __slots__ = ("ticket_id",)
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    ticket_id: str
+    def __init__(self, ticket_id: _Optional[str] = ...) -> None: ...
+
+class UnreserveReply(_message.Message):
+    __slots__ = ("accepted",)
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    accepted: bool
+    def __init__(self, accepted: _Optional[bool] = ...) -> None: ...
 
 class PieceRange(_message.Message):
     __slots__ = ("target_rank", "first_page", "last_page")

@@ -24,47 +24,47 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"stagemesh/shared/pb/instance.proto\x12\x0cstagemesh.v1\"\xe9\x01\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\x03\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x03\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x15\n\reos_token_ids\x18\x07 \x03(\x03\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x03\x12\x12\n\nmin_tokens\x18\t \x01(\x03\x12\r\n\x05min_p\x18\n \x01(\x01\x12\x15\n\x08logprobs\x18\x0b \x01(\x03H\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"1\n\nRequestRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xca\x04\n\tSessionUp\x12,\n\x04open\x18\x01 \x01(\x0b\x32\x1c.stagemesh.v1.SessionUp.OpenH\x00\x12\x30\n\x06submit\x18\x02 \x01(\x0b\x32\x1e.stagemesh.v1.SessionUp.SubmitH\x00\x12\x39\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\".stagemesh.v1.SessionUp.FirstTokenH\x00\x12\x36\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32%.stagemesh.v1.SessionUp.AbortSequenceH\x00\x1a%\n\x04Open\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x1a\xb3\x01\n\x06Submit\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12(\n\x08sampling\x18\x02 \x01(\x0b\x32\x16.stagemesh.v1.Sampling\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x11\n\tticket_id\x18\x05 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_instance\x18\x06 \x01(\t\x1aI\n\nFirstToken\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12\x10\n\x08token_id\x18\x02 \x01(\x03\x1a:\n\rAbortSequence\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.RequestRefB\x06\n\x04kind\"\xb4\x01\n\x0eSequenceOutput\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12&\n\x03\x65nd\x18\x03 \x01(\x0e\x32\x19.stagemesh.v1.SequenceEnd\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.stagemesh.v1.TokenLogprobs\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x0f\n\x07top_ids\x18\x02 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x03 \x01(\x0c\"<\n\x0bSessionDown\x12-\n\x07outputs\x18\x01 \x03(\x0b\x32\x1c.stagemesh.v1.SequenceOutput\"\x8d\x01\n\x13ReservePagesRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12)\n\x07request\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\"\"\n\x11ReservePagesReply\x12\r\n\x05pages\x18\x01 \x01(\x0c\"7\n\x13\x43ommitTicketRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"%\n\x11\x43ommitTicketReply\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\"X\n\x12\x43loseTicketRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08quiesced\x18\x03 \x01(\x08\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\"%\n\x10\x43loseTicketReply\x12\x11\n\tquiescent\x18\x01 \x01(\x08*\x88\x01\n\x0bSequenceEnd\x12\x15\n\x11SEQUENCE_END_NONE\x10\x00\x12\x15\n\x11SEQUENCE_END_STOP\x10\x01\x12\x17\n\x13SEQUENCE_END_LENGTH\x10\x02\x12\x17\n\x13SEQUENCE_END_FAILED\x10\x03\x12\x19\n\x15SEQUENCE_END_REJECTED\x10\x04\x32\xc6\x02\n\x08Instance\x12\x41\n\x07Session\x12\x17.stagemesh.v1.SessionUp\x1a\x19.stagemesh.v1.SessionDown(\x01\x30\x01\x12R\n\x0cReservePages\x12!.stagemesh.v1.ReservePagesRequest\x1a\x1f.stagemesh.v1.ReservePagesReply\x12R\n\x0c\x43ommitTicket\x12!.stagemesh.v1.CommitTicketRequest\x1a\x1f.stagemesh.v1.CommitTicketReply\x12O\n\x0b\x43loseTicket\x12 .stagemesh.v1.CloseTicketRequest\x1a\x1e.stagemesh.v1.CloseTicketReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"stagemesh/shared/pb/instance.proto\x12\x0cstagemesh.v1\"\xe9\x01\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\x03\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x03\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x15\n\reos_token_ids\x18\x07 \x03(\x03\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x03\x12\x12\n\nmin_tokens\x18\t \x01(\x03\x12\r\n\x05min_p\x18\n \x01(\x01\x12\x15\n\x08logprobs\x18\x0b \x01(\x03H\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"1\n\nRequestRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x81\x05\n\tSessionUp\x12,\n\x04open\x18\x01 \x01(\x0b\x32\x1c.stagemesh.v1.SessionUp.OpenH\x00\x12\x30\n\x06submit\x18\x02 \x01(\x0b\x32\x1e.stagemesh.v1.SessionUp.SubmitH\x00\x12\x39\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\".stagemesh.v1.SessionUp.FirstTokenH\x00\x12\x36\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32%.stagemesh.v1.SessionUp.AbortSequenceH\x00\x1a%\n\x04Open\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x1a\xea\x01\n\x06Submit\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12(\n\x08sampling\x18\x02 \x01(\x0b\x32\x16.stagemesh.v1.Sampling\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x11\n\tticket_id\x18\x05 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_instance\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x10\n\x08waited_s\x18\x08 \x01(\x01\x12\x11\n\trecompute\x18\t \x01(\x08\x1aI\n\nFirstToken\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12\x10\n\x08token_id\x18\x02 \x01(\x03\x1a:\n\rAbortSequence\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.RequestRefB\x06\n\x04kind\"\xcb\x01\n\x0eSequenceOutput\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12&\n\x03\x65nd\x18\x03 \x01(\x0e\x32\x19.stagemesh.v1.SequenceEnd\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.stagemesh.v1.TokenLogprobs\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x0f\n\x07top_ids\x18\x02 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x03 \x01(\x0c\"<\n\x0bSessionDown\x12-\n\x07outputs\x18\x01 \x03(\x0b\x32\x1c.stagemesh.v1.SequenceOutput\"\x8d\x01\n\x13ReservePagesRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12)\n\x07request\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\"\"\n\x11ReservePagesReply\x12\r\n\x05pages\x18\x01 \x01(\x0c\"7\n\x13\x43ommitTicketRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"%\n\x11\x43ommitTicketReply\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\"X\n\x12\x43loseTicketRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08quiesced\x18\x03 \x01(\x08\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\"%\n\x10\x43loseTicketReply\x12\x11\n\tquiescent\x18\x01 \x01(\x08*\xa4\x01\n\x0bSequenceEnd\x12\x15\n\x11SEQUENCE_END_NONE\x10\x00\x12\x15\n\x11SEQUENCE_END_STOP\x10\x01\x12\x17\n\x13SEQUENCE_END_LENGTH\x10\x02\x12\x17\n\x13SEQUENCE_END_FAILED\x10\x03\x12\x19\n\x15SEQUENCE_END_REJECTED\x10\x04\x12\x1a\n\x16SEQUENCE_END_RECOMPUTE\x10\x05\x32\xc6\x02\n\x08Instance\x12\x41\n\x07Session\x12\x17.stagemesh.v1.SessionUp\x1a\x19.stagemesh.v1.SessionDown(\x01\x30\x01\x12R\n\x0cReservePages\x12!.stagemesh.v1.ReservePagesRequest\x1a\x1f.stagemesh.v1.ReservePagesReply\x12R\n\x0c\x43ommitTicket\x12!.stagemesh.v1.CommitTicketRequest\x1a\x1f.stagemesh.v1.CommitTicketReply\x12O\n\x0b\x43loseTicket\x12 .stagemesh.v1.CloseTicketRequest\x1a\x1e.stagemesh.v1.CloseTicketReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.shared.pb.instance_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SEQUENCEEND']._serialized_start=1652
-  _globals['_SEQUENCEEND']._serialized_end=1788
+  _globals['_SEQUENCEEND']._serialized_start=1730
+  _globals['_SEQUENCEEND']._serialized_end=1894
   _globals['_SAMPLING']._serialized_start=53
   _globals['_SAMPLING']._serialized_end=286
   _globals['_REQUESTREF']._serialized_start=288
   _globals['_REQUESTREF']._serialized_end=337
   _globals['_SESSIONUP']._serialized_start=340
-  _globals['_SESSIONUP']._serialized_end=926
+  _globals['_SESSIONUP']._serialized_end=981
   _globals['_SESSIONUP_OPEN']._serialized_start=564
   _globals['_SESSIONUP_OPEN']._serialized_end=601
   _globals['_SESSIONUP_SUBMIT']._serialized_start=604
-  _globals['_SESSIONUP_SUBMIT']._serialized_end=783
-  _globals['_SESSIONUP_FIRSTTOKEN']._serialized_start=785
-  _globals['_SESSIONUP_FIRSTTOKEN']._serialized_end=858
-  _globals['_SESSIONUP_ABORTSEQUENCE']._serialized_start=860
-  _globals['_SESSIONUP_ABORTSEQUENCE']._serialized_end=918
-  _globals['_SEQUENCEOUTPUT']._serialized_start=929
-  _globals['_SEQUENCEOUTPUT']._serialized_end=1109
-  _globals['_TOKENLOGPROBS']._serialized_start=1111
-  _globals['_TOKENLOGPROBS']._serialized_end=1182
-  _globals['_SESSIONDOWN']._serialized_start=1184
-  _globals['_SESSIONDOWN']._serialized_end=1244
-  _globals['_RESERVEPAGESREQUEST']._serialized_start=1247
-  _globals['_RESERVEPAGESREQUEST']._serialized_end=1388
-  _globals['_RESERVEPAGESREPLY']._serialized_start=1390
-  _globals['_RESERVEPAGESREPLY']._serialized_end=1424
-  _globals['_COMMITTICKETREQUEST']._serialized_start=1426
-  _globals['_COMMITTICKETREQUEST']._serialized_end=1481
-  _globals['_COMMITTICKETREPLY']._serialized_start=1483
-  _globals['_COMMITTICKETREPLY']._serialized_end=1520
-  _globals['_CLOSETICKETREQUEST']._serialized_start=1522
-  _globals['_CLOSETICKETREQUEST']._serialized_end=1610
-  _globals['_CLOSETICKETREPLY']._serialized_start=1612
-  _globals['_CLOSETICKETREPLY']._serialized_end=1649
-  _globals['_INSTANCE']._serialized_start=1791
-  _globals['_INSTANCE']._serialized_end=2117
+  _globals['_SESSIONUP_SUBMIT']._serialized_end=838
+  _globals['_SESSIONUP_FIRSTTOKEN']._serialized_start=840
+  _globals['_SESSIONUP_FIRSTTOKEN']._serialized_end=913
+  _globals['_SESSIONUP_ABORTSEQUENCE']._serialized_start=915
+  _globals['_SESSIONUP_ABORTSEQUENCE']._serialized_end=973
+  _globals['_SEQUENCEOUTPUT']._serialized_start=984
+  _globals['_SEQUENCEOUTPUT']._serialized_end=1187
+  _globals['_TOKENLOGPROBS']._serialized_start=1189
+  _globals['_TOKENLOGPROBS']._serialized_end=1260
+  _globals['_SESSIONDOWN']._serialized_start=1262
+  _globals['_SESSIONDOWN']._serialized_end=1322
+  _globals['_RESERVEPAGESREQUEST']._serialized_start=1325
+  _globals['_RESERVEPAGESREQUEST']._serialized_end=1466
+  _globals['_RESERVEPAGESREPLY']._serialized_start=1468
+  _globals['_RESERVEPAGESREPLY']._serialized_end=1502
+  _globals['_COMMITTICKETREQUEST']._serialized_start=1504
+  _globals['_COMMITTICKETREQUEST']._serialized_end=1559
+  _globals['_COMMITTICKETREPLY']._serialized_start=1561
+  _globals['_COMMITTICKETREPLY']._serialized_end=1598
+  _globals['_CLOSETICKETREQUEST']._serialized_start=1600
+  _globals['_CLOSETICKETREQUEST']._serialized_end=1688
+  _globals['_CLOSETICKETREPLY']._serialized_start=1690
+  _globals['_CLOSETICKETREPLY']._serialized_end=1727
+  _globals['_INSTANCE']._serialized_start=1897
+  _globals['_INSTANCE']._serialized_end=2223
 # @@protoc_insertion_point(module_scope)

@@ -14,11 +14,13 @@ class SequenceEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SEQUENCE_END_LENGTH: _ClassVar[SequenceEnd]
     SEQUENCE_END_FAILED: _ClassVar[SequenceEnd]
     SEQUENCE_END_REJECTED: _ClassVar[SequenceEnd]
+    SEQUENCE_END_RECOMPUTE: _ClassVar[SequenceEnd]
 SEQUENCE_END_NONE: SequenceEnd
 SEQUENCE_END_STOP: SequenceEnd
 SEQUENCE_END_LENGTH: SequenceEnd
 SEQUENCE_END_FAILED: SequenceEnd
 SEQUENCE_END_REJECTED: SequenceEnd
+SEQUENCE_END_RECOMPUTE: SequenceEnd
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "eos_token_ids", "stop_token_ids", "min_tokens", "min_p", "logprobs")
@@ -64,20 +66,26 @@ class SessionUp(_message.Message):
         epoch: int
         def __init__(self, router: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
     class Submit(_message.Message):
-        __slots__ = ("request", "sampling", "prompt_tokens", "token_ids", "ticket_id", "decode_instance")
+        __slots__ = ("request", "sampling", "prompt_tokens", "token_ids", "ticket_id", "decode_instance", "priority", "waited_s", "recompute")
         REQUEST_FIELD_NUMBER: _ClassVar[int]
         SAMPLING_FIELD_NUMBER: _ClassVar[int]
         PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
         TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
         TICKET_ID_FIELD_NUMBER: _ClassVar[int]
         DECODE_INSTANCE_FIELD_NUMBER: _ClassVar[int]
+        PRIORITY_FIELD_NUMBER: _ClassVar[int]
+        WAITED_S_FIELD_NUMBER: _ClassVar[int]
+        RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
         request: RequestRef
         sampling: Sampling
         prompt_tokens: int
         token_ids: bytes
         ticket_id: str
         decode_instance: str
-        def __init__(self, request: _Optional[_Union[RequestRef, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., ticket_id: _Optional[str] = ..., decode_instance: _Optional[str] = ...) -> None: ...
+        priority: int
+        waited_s: float
+        recompute: bool
+        def __init__(self, request: _Optional[_Union[RequestRef, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., ticket_id: _Optional[str] = ..., decode_instance: _Optional[str] = ..., priority: _Optional[int] = ..., waited_s: _Optional[float] = ..., recompute: _Optional[bool] = ...) -> None: ...
     class FirstToken(_message.Message):
         __slots__ = ("request", "token_id")
         REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -101,18 +109,20 @@ class SessionUp(_message.Message):
     def __init__(self, open: _Optional[_Union[SessionUp.Open, _Mapping]] = ..., submit: _Optional[_Union[SessionUp.Submit, _Mapping]] = ..., first_token: _Optional[_Union[SessionUp.FirstToken, _Mapping]] = ..., abort: _Optional[_Union[SessionUp.AbortSequence, _Mapping]] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("request", "token_ids", "end", "error", "logprobs")
+    __slots__ = ("request", "token_ids", "end", "error", "logprobs", "cached_tokens")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request: RequestRef
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     end: SequenceEnd
     error: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, request: _Optional[_Union[RequestRef, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., end: _Optional[_Union[SequenceEnd, str]] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, request: _Optional[_Union[RequestRef, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., end: _Optional[_Union[SequenceEnd, str]] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_ids", "top_logprobs")

@@ -35,20 +35,32 @@ class ConnectReply(_message.Message):
     def __init__(self, ring: _Optional[_Union[_mesh_pb2.RegionKey, _Mapping]] = ..., num_slots: _Optional[int] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
 
 class RingMessage(_message.Message):
-    __slots__ = ("command", "data_ready", "applied", "result", "settled", "leaving")
+    __slots__ = ("command", "data_ready", "applied", "result", "settled", "leaving", "copied")
     COMMAND_FIELD_NUMBER: _ClassVar[int]
     DATA_READY_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    COPIED_FIELD_NUMBER: _ClassVar[int]
     command: Command
     data_ready: DataReady
     applied: Applied
     result: StepResult
     settled: Settled
     leaving: Leaving
-    def __init__(self, command: _Optional[_Union[Command, _Mapping]] = ..., data_ready: _Optional[_Union[DataReady, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+    copied: Copied
+    def __init__(self, command: _Optional[_Union[Command, _Mapping]] = ..., data_ready: _Optional[_Union[DataReady, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., copied: _Optional[_Union[Copied, _Mapping]] = ...) -> None: ...
+
+class Copied(_message.Message):
+    __slots__ = ("handle", "pp_rank", "restored")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    PP_RANK_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    pp_rank: int
+    restored: bool
+    def __init__(self, handle: _Optional[int] = ..., pp_rank: _Optional[int] = ..., restored: _Optional[bool] = ...) -> None: ...
 
 class Leaving(_message.Message):
     __slots__ = ()
@@ -59,20 +71,24 @@ class RingClosed(_message.Message):
     def __init__(self) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("number", "drops", "page_deltas", "cancels", "joins", "step")
+    __slots__ = ("number", "drops", "page_deltas", "cancels", "joins", "step", "retracts", "resumes")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     DROPS_FIELD_NUMBER: _ClassVar[int]
     PAGE_DELTAS_FIELD_NUMBER: _ClassVar[int]
     CANCELS_FIELD_NUMBER: _ClassVar[int]
     JOINS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    RETRACTS_FIELD_NUMBER: _ClassVar[int]
+    RESUMES_FIELD_NUMBER: _ClassVar[int]
     number: int
     drops: bytes
     page_deltas: bytes
     cancels: bytes
     joins: _containers.RepeatedCompositeFieldContainer[Join]
     step: Step
-    def __init__(self, number: _Optional[int] = ..., drops: _Optional[bytes] = ..., page_deltas: _Optional[bytes] = ..., cancels: _Optional[bytes] = ..., joins: _Optional[_Iterable[_Union[Join, _Mapping]]] = ..., step: _Optional[_Union[Step, _Mapping]] = ...) -> None: ...
+    retracts: bytes
+    resumes: bytes
+    def __init__(self, number: _Optional[int] = ..., drops: _Optional[bytes] = ..., page_deltas: _Optional[bytes] = ..., cancels: _Optional[bytes] = ..., joins: _Optional[_Iterable[_Union[Join, _Mapping]]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., retracts: _Optional[bytes] = ..., resumes: _Optional[bytes] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("handle", "request", "sampling", "send", "prompt_tokens")

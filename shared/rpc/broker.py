@@ -14,6 +14,7 @@ from stagemesh.shared.rpc.client import Client
 BROKER = broker_pb2.DESCRIPTOR.services_by_name["Broker"]
 CALL_TIMEOUT_S = 5.0
 RESERVE_TIMEOUT_S = 20.0
+UNRESERVE_TIMEOUT_S = 1.0  # a decode head that is short of pages waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,17 @@ class BrokerClient:
         reply = await self.client.call("Reserve", message, timeout_s=RESERVE_TIMEOUT_S)
         return Reservation(to_tuple(reply.pages), tuple(stage_from_pb(target) for target in reply.targets))
 
-    async def fill(self, ticket_id: str) -> None:
-        await self.client.call("Fill", broker_pb2.FillRequest(ticket_id=ticket_id), timeout_s=CALL_TIMEOUT_S)
+    async def fill(self, ticket_id: str) -> bool:
+        """False if the decode side has taken the pages back: nothing may be written."""
+        message = broker_pb2.FillRequest(ticket_id=ticket_id)
+        reply = await self.client.call("Fill", message, timeout_s=CALL_TIMEOUT_S)
+        return not reply.taken_back
+
+    async def unreserve(self, ticket_id: str) -> bool:
+        """True if nobody writes to the ticket's pages, or will before it has asked for pages again."""
+        message = broker_pb2.UnreserveRequest(ticket_id=ticket_id)
+        reply = await self.client.call("Unreserve", message, timeout_s=UNRESERVE_TIMEOUT_S)
+        return bool(reply.accepted)
 
     async def fail_ticket(self, ticket_id: str, reason: str, *, quiescent: bool = False) -> None:
         message = broker_pb2.FailTicketRequest(ticket_id=ticket_id, reason=reason, quiescent=quiescent)

@@ -17,6 +17,8 @@ from stagemesh.shared.errors import (
     StagemeshError,
 )
 
+RETRY_AFTER: Final = "retry-after-s"
+
 _CODES: Final[tuple[tuple[type[Exception], grpc.StatusCode], ...]] = (
     (Rejected, grpc.StatusCode.INVALID_ARGUMENT),
     (Exhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),
@@ -37,6 +39,13 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
     return grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"
 
 
+def trailing_metadata_of(error: Exception) -> tuple[tuple[str, str], ...]:
+    """What a server sends with the status of `error`: when it makes sense to come back."""
+    if isinstance(error, Exhausted) and error.retry_after_s is not None:
+        return ((RETRY_AFTER, f"{error.retry_after_s:g}"),)
+    return ()
+
+
 def first_of_ours(error: Exception) -> Exception:
     """The first StagemeshError in a group of errors, else the error itself."""
     if isinstance(error, ExceptionGroup):
@@ -53,7 +62,7 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> StagemeshError:
             field, _, message = details.partition(": ")
             return Rejected(field, message) if message else Rejected("request", details)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return Exhausted(details)
+            return Exhausted(details, retry_after_s=_retry_after_s(error))
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED:
             if "failed to connect" in details:  # the rest of it is for the library's authors
                 return Retryable(f"nothing answers at {peer}")
@@ -66,3 +75,10 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> StagemeshError:
             return ProtocolViolation(f"{peer}: {details}")
         case _:
             return Bug(f"{peer}: {code.name}: {details}")
+
+
+def _retry_after_s(error: grpc.aio.AioRpcError) -> float | None:
+    try:
+        return next((float(value) for key, value in error.trailing_metadata() or () if key == RETRY_AFTER), None)
+    except ValueError:  # whoever says so is not one of ours
+        return None

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from stagemesh.shared.errors import Rejected, StagemeshError
 from stagemesh.shared.obs.log import Log
-from stagemesh.shared.rpc.errors import first_of_ours, status_of
+from stagemesh.shared.rpc.errors import first_of_ours, status_of, trailing_metadata_of
 from stagemesh.shared.rpc.options import SERVER_OPTIONS
 
 log = Log(logging.getLogger(__name__))
@@ -136,4 +136,4 @@ async def _abort(context: Any, error: Exception, name: str) -> None:
     code, details = status_of(error)
     if not isinstance(error, StagemeshError | TimeoutError):
         log.error("a handler failed", error=error, rpc=name)
-    await context.abort(code, details)
+    await context.abort(code, details, trailing_metadata_of(error))

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from stagemesh.shared.engine.host_copies import Direction, HostCopies
 from stagemesh.shared.engine.pages import pages_for
 from stagemesh.shared.obs.entry import Detail, Entry
 from stagemesh.shared.stage.executor import StageExecutor
@@ -64,6 +65,16 @@ def _executor_wait(executor: StageExecutor, names: StageNames) -> tuple[str, tup
         return f"the activations of step {step.number}", (names.previous,)
     missing = ", ".join(map(str, sorted(executor.missing_ids)))
     return f"the ids of step {missing}, for step {step.number}", (names.previous,)
+
+
+def describe_copies(copies: HostCopies, names: StageNames, now_s: float) -> Iterator[Entry]:
+    """KV on its way to host memory or back; what lies there waits for its head. `now_s` is CLOCK_MONOTONIC."""
+    for handle, copy in copies.copies.items():
+        if copy.way is not None:
+            state = "saving" if copy.way is Direction.TO_HOST else "loading"
+            details: dict[str, Detail] = {"pages": copy.num_pages}
+            waits_for = "the copier's thread"
+            yield Entry("copy", f"of sequence {handle}", now_s - copy.since_s, state, waits_for, (names.own,), details)
 
 
 def describe_outgoing(outgoing: Outgoing, page_size: int, now_s: float) -> Entry:

@@ -12,9 +12,8 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -39,8 +38,8 @@ class Onwards(Protocol):
 
 
 class StageExecutor:
-    """`receiver` is None on the first stage, `sender` on the last, `kv` on decode stages. `nice` is how far its forward
-    passes yield the cores to other processes, 0..19."""
+    """`receiver` is None on the first stage, `sender` on the last, `kv` on decode stages. `prepare_thread`
+    is called once on the forward thread."""
 
     def __init__(
         self,
@@ -52,10 +51,10 @@ class StageExecutor:
         kv: KvSender | None,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         tracer: Tracer,
-        nice: int = 0,
+        prepare_thread: Callable[[], object] = int,
     ) -> None:
         self._runner, self._onwards = runner, onwards
-        self._nice = nice
+        self._prepare_thread = prepare_thread
         self._receiver, self._sender, self._kv = receiver, sender, kv
         self._spawn, self._tracer = spawn, tracer
         self._queue: asyncio.Queue[Command | int] = asyncio.Queue()  # bounded by the head's steps outstanding
@@ -67,6 +66,11 @@ class StageExecutor:
         self.occupancy = Occupancy(time.monotonic_ns())
         self.step: Step | None = None  # that it runs, or whose inputs it waits for
         self.hops: dict[int, int] = {}  # step whose activations are on their way -> since when, in ns
+
+    @property
+    def gauges(self) -> Mapping[str, int]:
+        """What a device adds to what every stage tells of itself."""
+        return {}
 
     @property
     def num_queued(self) -> int:
@@ -102,7 +106,7 @@ class StageExecutor:
     async def run(self) -> None:
         """A child of the stage: runs until cancelled."""
         loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(1, "forward", partial(yield_cores, self._nice)) as worker:
+        with ThreadPoolExecutor(1, "forward", self._prepare_thread) as worker:
             while True:
                 item = await self._queue.get()
                 if isinstance(item, int):
@@ -197,6 +201,7 @@ class StageExecutor:
 
 
 def yield_cores(nice: int) -> None:
-    """Lowers the priority of this thread alone, and of the threads that computing starts from it: never the loop's."""
+    """Lowers the priority of this thread alone, and of the threads that computing starts from it: never the loop's.
+    `nice` is 0..19."""
     if nice:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

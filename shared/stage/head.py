@@ -64,6 +64,9 @@ class Head(ABC):
     @abstractmethod
     def on_settled(self, ticket_id: str, pp_rank: int) -> None: ...
 
+    @abstractmethod
+    def on_copied(self, handle: int, pp_rank: int, *, restored: bool) -> None: ...
+
     # -- what routers bring --
 
     @abstractmethod
@@ -153,6 +156,11 @@ class Head(ABC):
     @property
     @abstractmethod
     def held(self) -> Mapping[str, int]: ...
+
+    @property
+    def gauges(self) -> Mapping[str, int]:
+        """What else is worth a number to people."""
+        return {}
 
     @abstractmethod
     def check_integrity(self) -> None: ...

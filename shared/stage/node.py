@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Mapping
 
 from stagemesh.shared.core.commands import Command, Ints, RowLogprobs
+from stagemesh.shared.engine.host_copies import CopyDone, Direction
 from stagemesh.shared.engine.runner import StageRunner
 from stagemesh.shared.errors import ProtocolViolation
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.metrics import Sample
 from stagemesh.shared.runtime.tasks import Tasks
-from stagemesh.shared.stage.describe import StageNames, describe_executor, describe_outgoing
+from stagemesh.shared.stage.describe import StageNames, describe_copies, describe_executor, describe_outgoing
 from stagemesh.shared.stage.executor import StageExecutor
 from stagemesh.shared.stage.head import Head
 from stagemesh.shared.stage.kv_sender import KvSender
-from stagemesh.shared.stage.measure import measure_kv, measure_stage
+from stagemesh.shared.stage.measure import measure_copies, measure_kv, measure_stage
 from stagemesh.shared.stage.ring import RingOut
 
 
@@ -24,6 +26,7 @@ class StageNode:
 
     def __init__(
         self,
+        pp_rank: int,
         *,
         runner: StageRunner,
         executor: StageExecutor,
@@ -33,7 +36,9 @@ class StageNode:
         last: bool,
     ) -> None:
         self.executor, self._runner, self._ring, self._tasks = executor, runner, ring, tasks
-        self._kv, self._last = kv, last
+        self._pp_rank, self._kv, self._last = pp_rank, kv, last
+        loop = asyncio.get_running_loop()
+        runner.copies.listen(lambda done: loop.call_soon_threadsafe(self._on_copy_done, done))
         self.head: Head | None = None
 
     def issue(self, command: Command) -> None:
@@ -48,6 +53,19 @@ class StageNode:
             self._ring.settled(ticket_id, pp_rank)
         else:
             self.head.on_settled(ticket_id, pp_rank)
+
+    def copied(self, handle: int, pp_rank: int, *, restored: bool) -> None:
+        """That stage has the KV of the sequence in host memory, or back in its pages."""
+        if self.head is None:
+            self._ring.copied(handle, pp_rank, restored=restored)
+        else:
+            self.head.on_copied(handle, pp_rank, restored=restored)
+
+    def _on_copy_done(self, done: CopyDone) -> None:
+        if done.error is not None:  # a callback's exception would only be logged: it must end the stage
+            self._tasks.spawn(_fail(done.error))
+        else:
+            self.copied(done.handle, self._pp_rank, restored=done.direction is Direction.TO_POOL)
 
     # -- what comes round the ring --
 
@@ -71,6 +89,9 @@ class StageNode:
     def on_settled(self, ticket_id: str, pp_rank: int) -> None:
         self.settled(ticket_id, pp_rank)
 
+    def on_copied(self, handle: int, pp_rank: int, *, restored: bool) -> None:
+        self.copied(handle, pp_rank, restored=restored)
+
     def _only(self, allowed: bool, kind: str) -> None:
         if not allowed:
             raise ProtocolViolation(f"the ring brings {kind} to a stage that takes none")
@@ -84,6 +105,7 @@ class StageNode:
 
     def measure(self) -> Iterator[Sample]:
         yield from measure_stage(self._runner, self.executor, time.monotonic_ns())
+        yield from measure_copies(self._runner.copies)
         if self._kv is not None:
             yield from measure_kv(self._kv.counts)
         if self.head is not None:
@@ -100,10 +122,12 @@ class StageNode:
         )
         for outgoing in [] if self._kv is None else self._kv.unfinished:
             yield describe_outgoing(outgoing, page_size, now_ns / 1e9)
+        yield from describe_copies(self._runner.copies, names, now_ns / 1e9)
         if self.head is not None:
             yield from self.head.describe(now_ns / 1e9)
 
     def check_integrity(self) -> None:
+        self._runner.copies.check_integrity()
         if self.head is not None:
             self.head.check_integrity()
 
@@ -113,7 +137,12 @@ class StageNode:
         own = {
             "residents": self._runner.num_residents,
             "queued_commands": self.executor.num_queued,
+            "host_copies": len(self._runner.copies.copies),
             "outgoing_tickets": 0 if self._kv is None else self._kv.num_tickets,
             "tasks": len(self._tasks),
         }
         return own if self.head is None else {**own, **self.head.held}
+
+
+async def _fail(error: BaseException) -> None:
+    raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,15 +13,30 @@ from torch import Tensor
 from stagemesh.shared.config import Config, InstanceSection
 from stagemesh.shared.core.directory import PROTOCOL_VERSION, Manifest
 from stagemesh.shared.core.layers import LayerRange, split_layers
+from stagemesh.shared.engine.host_copies import CpuPageCopier, HostCopies
 from stagemesh.shared.engine.runner import StageRunner
 from stagemesh.shared.errors import Rejected
+from stagemesh.shared.link.ring import RingSpec
 from stagemesh.shared.model.config import ModelConfig
 from stagemesh.shared.model.layers import StageModel, allocate_pool, pool_bytes_per_page
 from stagemesh.shared.model.memory import available_memory, check_memory
 from stagemesh.shared.model.source import ModelSource, open_model
+from stagemesh.shared.model.weights import StageWeights
 from stagemesh.shared.obs.log import Log
 
+if TYPE_CHECKING:
+    from stagemesh.shared.stage.cuda_parts import DeviceParts
+
+
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class StageLimits:
+    """What a ring slot must hold, and how many there must be: the tokens of a step, the steps outstanding at once."""
+
+    step_tokens: int
+    num_slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +51,12 @@ class StageParts:
     runner: StageRunner
     first: bool
     last: bool
+    device: DeviceParts | None = None  # on a GPU
+
+    @property
+    def inbox_spec(self) -> RingSpec | None:
+        """Where the previous stage writes on this one's GPU."""
+        return None if self.device is None or self.device.inbox is None else self.device.inbox.spec
 
     @property
     def layer_bytes(self) -> int:
@@ -43,29 +65,88 @@ class StageParts:
 
 
 def build_parts(
-    config: Config, instance: InstanceSection, pp_rank: int, progress: Callable[[str], None], log: Log
+    config: Config,
+    instance: InstanceSection,
+    pp_rank: int,
+    limits: StageLimits,
+    progress: Callable[[str], None],
+    log: Log,
 ) -> StageParts:
     """Loads this stage's layers and takes its pool. Blocks for seconds. Raises Rejected for a model or a memory need
     that does not fit, before any of it is taken."""
     torch.set_num_threads(config.stage_threads(os.cpu_count() or 1))
+    on_gpu = config.model.device == "cuda"
+    if on_gpu:
+        see_gpu(instance, pp_rank)
     source = open_model(config.model.spec)
     model_config, dtype = source.config, _DTYPES[config.model.dtype]
     head = model_config.head_layers if instance.role == "decode" else 0.0  # a prefill step samples a few rows at most
     ranges = split_layers(model_config.num_layers, instance.pp_size, instance.layers, head_layers=head)
     layers, first, last = ranges[pp_rank], pp_rank == 0, pp_rank == instance.pp_size - 1
-    num_pages = pool_pages(config, model_config, ranges, dtype)
-    _check_fits(config, source, layers, num_pages, dtype, log, first=first, last=last)
+    num_pages = pool_pages(config, instance, source, ranges, dtype)
+    if not on_gpu:
+        _check_fits(config, source, layers, num_pages, dtype, log, first=first, last=last)
 
-    weights = source.load(layers, dtype, first=first, last=last, progress=_Tenths(progress))
-    model = StageModel(model_config, layers, weights, dtype, first=first, last=last)
-    pool = allocate_pool(model_config, len(layers), num_pages, config.engine.page_size, dtype)
+    told = _Tenths(progress, "loading weights")
+    device = config.model.device
+    weights = source.load(layers, dtype, first=first, last=last, device=device, progress=told)
+    pool = allocate_pool(model_config, len(layers), num_pages, config.engine.page_size, dtype, device)
+    runner, device_parts = _build_runner(
+        config, instance, model_config, layers, weights, pool, dtype, limits, progress, first=first, last=last
+    )
     return StageParts(
         config=model_config,
         manifest=_manifest(config, source, num_pages),
         layers=layers,
         dtype=dtype,
         pool=pool,
-        runner=StageRunner(model, pool, first=first, last=last),
+        runner=runner,
+        first=first,
+        last=last,
+        device=device_parts,
+    )
+
+
+def see_gpu(instance: InstanceSection, pp_rank: int) -> None:
+    """Makes the stage's GPU the only one that this process sees. Raises Rejected where there is none."""
+    if instance.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(instance.gpus[pp_rank])  # read when CUDA is first used
+    from stagemesh.shared.stage.cuda_parts import check_cuda
+
+    check_cuda()
+
+
+def _build_runner(
+    config: Config,
+    instance: InstanceSection,
+    model_config: ModelConfig,
+    layers: LayerRange,
+    weights: StageWeights,
+    pool: Tensor,
+    dtype: torch.dtype,
+    limits: StageLimits,
+    progress: Callable[[str], None],
+    *,
+    first: bool,
+    last: bool,
+) -> tuple[StageRunner, DeviceParts | None]:
+    if config.model.device == "cpu":
+        model = StageModel(model_config, layers, weights, dtype, first=first, last=last)
+        copies = HostCopies(CpuPageCopier(pool), config.engine.host_kv_bytes)
+        return StageRunner(model, pool, first=first, last=last, copies=copies), None
+    from stagemesh.shared.stage.cuda_parts import build_device
+
+    return build_device(
+        config,
+        instance.role,
+        model_config,
+        layers,
+        weights,
+        pool,
+        dtype,
+        limits,
+        _Tenths(progress, "capturing CUDA graphs"),
+        pp_size=instance.pp_size,
         first=first,
         last=last,
     )
@@ -74,21 +155,28 @@ def build_parts(
 class _Tenths:
     """Says how far the loading is, at most ten times."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._said = say, 0
-        say("loading weights")
+    def __init__(self, say: Callable[[str], None], what: str) -> None:
+        self._say, self._said, self._what = say, 0, what
+        say(what)
 
     def __call__(self, done: int, total: int) -> None:
         tenths = 10 * done // total
         if tenths > self._said:
             self._said = tenths
-            self._say(f"loading weights, {tenths}0%")
+            self._say(f"{self._what}, {tenths}0%")
 
 
-def pool_pages(config: Config, model: ModelConfig, ranges: tuple[LayerRange, ...], dtype: torch.dtype) -> int:
+def pool_pages(
+    config: Config, instance: InstanceSection, source: ModelSource, ranges: tuple[LayerRange, ...], dtype: torch.dtype
+) -> int:
     """Pages of an instance, the same on every stage: what the stage with the most layers can hold."""
     if config.engine.num_pages is not None:
         return config.engine.num_pages
+    if config.model.device == "cuda":
+        from stagemesh.shared.stage.cuda_parts import cuda_pool_pages
+
+        return cuda_pool_pages(config, instance, source, ranges, dtype)
+    model = source.config
     widest = max(len(layers) for layers in ranges)
     page_bytes = pool_bytes_per_page(model, widest, config.engine.page_size, dtype)
     if page_bytes > config.engine.pool_bytes:

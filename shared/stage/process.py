@@ -12,7 +12,8 @@ from stagemesh.shared.obs.log import choose_form, configure
 from stagemesh.shared.runtime.loop import run
 from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.service import StopSignals, run_service
-from stagemesh.shared.stage.stage import MakeHead, StageLimits, StageService
+from stagemesh.shared.stage.parts import StageLimits
+from stagemesh.shared.stage.stage import MakeHead, StageService
 
 
 def run_stage(

@@ -2,7 +2,7 @@
 
 rank 0 --command--> rank 1 --command--> ... --> last rank          each passes it on before it applies it
        --data_ready-->     --data_ready-->
-       --applied-->        --applied-->          --result, applied, settled--> rank 0, where the head is
+       --applied-->        --applied-->          --result, applied, settled, copied--> rank 0, where the head is
 
 One stream a neighbour. A neighbour that says it leaves is being stopped, and the others follow; a stream that ends
 without that is the loss of the instance: stages live and die as one. A ring of one stage has no streams: it is its own
@@ -39,6 +39,8 @@ class RingListener(Protocol):
 
     def on_settled(self, ticket_id: str, pp_rank: int) -> None: ...
 
+    def on_copied(self, handle: int, pp_rank: int, *, restored: bool) -> None: ...
+
 
 def deliver(message: stage_pb2.RingMessage, listener: RingListener) -> None:
     """Raises ProtocolViolation for a message of a kind that this version does not know."""
@@ -54,6 +56,9 @@ def deliver(message: stage_pb2.RingMessage, listener: RingListener) -> None:
             listener.on_result(message.result.step, to_array(message.result.token_ids), logprobs)
         case "settled":
             listener.on_settled(message.settled.ticket_id, message.settled.pp_rank)
+        case "copied":
+            copied = message.copied
+            listener.on_copied(copied.handle, copied.pp_rank, restored=copied.restored)
         case kind:
             raise ProtocolViolation(f"ring message of unknown kind {kind}")
 
@@ -86,6 +91,10 @@ class RingOut:
 
     def settled(self, ticket_id: str, pp_rank: int) -> None:
         self.forward(stage_pb2.RingMessage(settled=stage_pb2.Settled(ticket_id=ticket_id, pp_rank=pp_rank)))
+
+    def copied(self, handle: int, pp_rank: int, *, restored: bool) -> None:
+        copied = stage_pb2.Copied(handle=handle, pp_rank=pp_rank, restored=restored)
+        self.forward(stage_pb2.RingMessage(copied=copied))
 
     def forward(self, message: stage_pb2.RingMessage | None) -> None:
         """Raises Exhausted if the next stage takes nothing any more."""

@@ -10,14 +10,13 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from stagemesh.shared.config import Config
 from stagemesh.shared.core.directory import InstanceInfo, Role, StageInfo
 from stagemesh.shared.core.identity import InstanceRef
 from stagemesh.shared.errors import Retryable
-from stagemesh.shared.link.ring import RingReceiver, RingSender, RingSpec
+from stagemesh.shared.link.ring import RingReceiver, RingSpec
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.obs.metrics import Identity, Sample
@@ -34,26 +33,18 @@ from stagemesh.shared.runtime.service import Child
 from stagemesh.shared.runtime.tasks import Tasks
 from stagemesh.shared.stage.connect import Connector, Upstream
 from stagemesh.shared.stage.describe import StageNames
-from stagemesh.shared.stage.executor import StageExecutor
+from stagemesh.shared.stage.executors import make_executor
 from stagemesh.shared.stage.head import INSTANCE, Head, HeadContext
 from stagemesh.shared.stage.kv_sender import KvSender, PoolLayout
 from stagemesh.shared.stage.lead import Lead, new_epoch
 from stagemesh.shared.stage.node import StageNode
-from stagemesh.shared.stage.parts import StageParts, build_parts
+from stagemesh.shared.stage.parts import StageLimits, StageParts, build_parts
 from stagemesh.shared.stage.report import WriterReports
 from stagemesh.shared.stage.ring import STAGE_LINK, RingIn, RingOut
 from stagemesh.shared.transfer.backends import open_endpoint
 from stagemesh.shared.transfer.base import Endpoint
 
 MakeHead = Callable[[HeadContext], Head]
-
-
-@dataclass(frozen=True, slots=True)
-class StageLimits:
-    """What a ring slot must hold, and how many there must be: the tokens of a step, the steps outstanding at once."""
-
-    step_tokens: int
-    num_slots: int
 
 
 class StageService:
@@ -97,14 +88,21 @@ class StageService:
         stack.callback(self._tasks.close)
         await self._monitor.start(stack, self._notifier, self._log)
         parts = await asyncio.to_thread(
-            build_parts, self._config, self._instance, self._pp_rank, self._notifier.status, self._log
+            build_parts,
+            self._config,
+            self._instance,
+            self._pp_rank,
+            self._limits,
+            self._notifier.status,
+            self._log,
         )
-        endpoint = open_endpoint(self._config.transfer)
+        stack.callback(parts.runner.copies.close)
+        endpoint = open_endpoint(self._config.transfer, self._config.model.device, self._log)
         stack.push_async_callback(endpoint.close)
         pool = endpoint.publish(endpoint.register(parts.pool))
         own = StageInfo(self._pp_rank, parts.layers, self._instance.stages[self._pp_rank], pool)
-        receiver = None if parts.first else self._make_receiver(endpoint, parts)
-        slots = None if receiver is None else receiver.spec
+        receiver = None if parts.first or parts.device is not None else self._make_receiver(endpoint, parts)
+        slots = parts.inbox_spec if receiver is None else receiver.spec
         self._connector = Connector(self._instance.name, self._pp_rank, self._instance.pp_size, parts.manifest, slots)
         inspect = InspectService(self, self._tracer, metrics_address=self._monitor.address)
         server = Server({STAGE_LINK: self, INSTANCE: self, INSPECT: inspect})
@@ -209,20 +207,19 @@ class StageService:
                 report=WriterReports(broker, ref, self._pp_rank, self._settled, self._log),
                 tracer=self._tracer,
             )
-        sender = None
-        if spec is not None:
-            sender = RingSender(endpoint, spec, hidden_size=parts.config.hidden_size, dtype=parts.dtype)
-        executor = StageExecutor(
-            parts.runner,
+        executor = make_executor(
+            parts,
+            endpoint,
+            receiver,
+            spec,
             ring,
-            receiver=receiver,
-            sender=sender,
-            kv=kv,
+            kv,
             spawn=self._tasks.spawn,
             tracer=self._tracer,
             nice=self._config.engine.decode_nice if self._instance.role == "decode" else 0,
         )
-        return StageNode(runner=parts.runner, executor=executor, ring=ring, tasks=self._tasks, kv=kv, last=parts.last)
+        rank, runner, last = self._pp_rank, parts.runner, parts.last
+        return StageNode(rank, runner=runner, executor=executor, ring=ring, tasks=self._tasks, kv=kv, last=last)
 
     def _settled(self, ticket_id: str, pp_rank: int) -> None:
         assert self._node is not None
@@ -283,8 +280,12 @@ class StageService:
 
     @property
     def gauges(self) -> Mapping[str, int]:
-        steps = 0 if self._node is None else self._node.executor.steps_done
-        return {"steps_done": steps, "loop_lag_max_us": round(self._lag.max_lag_s * 1e6)}
+        lag_us = round(self._lag.max_lag_s * 1e6)
+        if self._node is None:
+            return {"steps_done": 0, "loop_lag_max_us": lag_us}
+        executor = self._node.executor
+        head = {} if self._node.head is None else self._node.head.gauges
+        return {"steps_done": executor.steps_done, "loop_lag_max_us": lag_us, **executor.gauges, **head}
 
     def measure(self) -> Iterable[Sample]:
         return () if self._node is None else self._node.measure()

@@ -6,11 +6,22 @@ import socket
 
 from stagemesh.shared.config import TransferSection
 from stagemesh.shared.errors import Rejected
+from stagemesh.shared.obs.log import Log
 from stagemesh.shared.transfer.base import Endpoint
 
 
-def open_endpoint(section: TransferSection) -> Endpoint:
-    """This process's endpoint. Raises Rejected for a backend that does not work between processes, or is not there."""
+def choose_protocol(section: TransferSection, device: str) -> str:
+    """How the engine moves bytes, `tcp`, `intranode` or `rdma`. Raises Rejected where the memory does not allow it."""
+    if section.protocol == "intranode" and device != "cuda":
+        raise Rejected("transfer.protocol", "'intranode' moves GPU memory only; model.device is 'cpu'")
+    if section.protocol != "auto":
+        return section.protocol
+    return "intranode" if device == "cuda" else "tcp"
+
+
+def open_endpoint(section: TransferSection, device: str, log: Log) -> Endpoint:
+    """This process's endpoint for memory on `device`. Raises Rejected for a backend that does not work between
+    processes, or is not there."""
     if section.backend != "mooncake":
         raise Rejected("transfer.backend", f"{section.backend!r} does not work between processes; use 'mooncake'")
     try:
@@ -19,9 +30,12 @@ def open_endpoint(section: TransferSection) -> Endpoint:
         raise Rejected("transfer.host", f"{section.host!r} cannot be resolved: {error}") from None
     from stagemesh.shared.transfer.mooncake import MooncakeEndpoint, MooncakeSettings
 
+    protocol = choose_protocol(section, device)
+    log.info("transfer", backend=section.backend, protocol=protocol)
     return MooncakeEndpoint(
         MooncakeSettings(
             host=section.host,
+            protocol=protocol,
             max_batch_bytes=section.max_batch_bytes,
             max_batch_pieces=section.max_batch_pieces,
             num_bulk_threads=section.io_threads,

@@ -1,4 +1,5 @@
-"""The Mooncake transfer engine over TCP, as an Endpoint. The only module that knows it.
+"""The Mooncake transfer engine as an Endpoint, over TCP, RDMA, or from GPU to GPU of one host. The only module that
+knows it.
 
 open: environment -> engine -> listeners confined to loopback
 write: pieces -> batches -> a worker thread of the lane sends one batch after the other -> the loop is told
@@ -39,6 +40,13 @@ MIN_TIMEOUT_S: Final = 5  # the engine takes less as this
 ENGINE_QUEUE: Final = 1024  # pieces it queues a peer before it turns some away
 
 
+TRANSPORT: Final = {  # it looks at the hardware, whatever it is asked for, unless told otherwise
+    "tcp": {"MC_FORCE_TCP": "1"},
+    "intranode": {"MC_INTRANODE_NVLINK": "1"},
+    "rdma": {},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class MooncakeSettings:
     """`host` is what peers connect to. A loopback host confines the engine's listeners to loopback.
@@ -48,6 +56,7 @@ class MooncakeSettings:
     """
 
     host: str = "127.0.0.1"
+    protocol: str = "tcp"
     max_batch_bytes: int = 16 << 20
     max_batch_pieces: int = 256
     num_bulk_threads: int = 2
@@ -68,7 +77,7 @@ class MooncakeSettings:
     def environment(self) -> dict[str, str]:
         """The engine reads these when it is created, and some of them later."""
         return {
-            "MC_FORCE_TCP": "1",  # else it looks at the hardware, whatever it is asked for
+            **TRANSPORT[self.protocol],
             "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # else every piece opens a connection
             "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": str(ENGINE_QUEUE),
             "MC_TCP_STATUS_TIMEOUT_SEC": str(self.timeout_s),
@@ -144,6 +153,8 @@ class MooncakeEndpoint:
 
     def register(self, memory: torch.Tensor) -> Region:
         region = self._regions.bounds(memory)
+        if memory.is_cuda:
+            torch.cuda.synchronize()  # what it is filled with is there; and this thread has a context, which it needs
         if (code := self._running().register_memory(region.address, region.length)) != 0:
             raise Retryable(f"the transfer engine did not register {region} (code {code})")
         self._regions.add(region, memory)

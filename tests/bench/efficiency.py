@@ -42,6 +42,7 @@ from tests.support.client import GENERATOR, generate, token_request  # noqa: E40
 from tests.support.running import RunningMesh, running_mesh  # noqa: E402
 
 REQUESTS, PROMPT, NEW, CHUNK, PAGE = 16, 128, 128, 256, 16
+UNCACHED = {"STAGEMESH_ENGINE__PREFIX_CACHE": "false"}  # every round has the same prompts
 
 
 class OneProcess:
@@ -138,7 +139,7 @@ def main() -> None:
     rng = random.Random(1)
     prompts = [[rng.randrange(100, 40_000) for _ in range(PROMPT)] for _ in range(REQUESTS)]
     engine, reference = OneProcess(), Reference()
-    with tempfile.TemporaryDirectory() as folder, running_mesh(Path(folder)) as mesh:
+    with tempfile.TemporaryDirectory() as folder, running_mesh(Path(folder), environ=UNCACHED) as mesh:
         work: dict[str, Callable[[], None]] = {
             "mesh, PP2 + PP2": lambda: asyncio.run(ask_mesh(mesh, prompts)),
             "one process, two batches of 8": lambda: engine.run(prompts, 2),

@@ -174,7 +174,7 @@ async def sampled(load: Load, router_pid: int, engines_pid: int) -> Round:
 
 def make_config(run_dir: Path, model: str) -> Config:
     """One stage an instance: only heads are asked for."""
-    document = local_document(LocalLayout(model, 0, RoleLayout(1), RoleLayout(1)), run_dir)
+    document = local_document(LocalLayout(model, 0, prefill=RoleLayout(1), decode=RoleLayout(1)), run_dir)
     return build_config(document, source="the benchmark", environ={})
 
 

@@ -6,14 +6,28 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.mesh import ROOT
 
 
-def test_the_router_benchmark_ends_with_its_table() -> None:
-    command = [sys.executable, "tests/bench/router.py", "--streams", "20", "--tokens", "20", "--paces", "0"]
-    environ = {**os.environ, "PYTHONPATH": ".ns"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False)
+def run(*command: str) -> list[str]:
+    """The lines that it has printed. Fails unless it ends well."""
+    environ = {**os.environ, "PYTHONPATH": ".ns:."}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=180, check=False
+    )
     assert done.returncode == 0, done.stderr
-    header, *rows = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+def test_the_router_benchmark_ends_with_its_table() -> None:
+    header, *rows = run("tests/bench/router.py", "--streams", "20", "--tokens", "20", "--paces", "0")
     assert "tokens/s" in header
     assert len(rows) == 2
+
+
+@pytest.mark.slow
+def test_a_small_stress_on_a_pool_for_a_quarter_of_it_finishes() -> None:
+    *_, finished, _, _ = run("tests/bench/pressure.py", "--parts", "stress", "--prompts", "12")
+    assert finished.startswith("12 of 12 finished")

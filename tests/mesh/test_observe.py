@@ -85,9 +85,11 @@ def test_the_router_counts_every_request_by_its_end_and_every_token(work: Work, 
 
 def test_heads_and_the_broker_agree_with_what_was_asked(work: Work, scrapes: dict[str, Scrape]) -> None:
     num_tickets = len(work.prompt_lengths)
-    for name in ("prefill-0/0", "decode-0/0"):
+    cached = {"prefill-0/0": sum(length // PAGE for length in (*work.prompt_lengths, 9)), "decode-0/0": 0}
+    for name, num_cached in cached.items():
         head = scrapes[name]
-        assert head.of("pages", "state") == {"free": NUM_PAGES, "used": 0, "quarantined": 0}
+        pages = {"free": NUM_PAGES - num_cached, "used": 0, "cached": num_cached, "quarantined": 0}
+        assert head.of("pages", "state") == pages
         assert head.value("pool_pages") == NUM_PAGES
         assert not any(head.of("sequences", "state").values())
         assert head.value("sessions") == 1
@@ -95,6 +97,7 @@ def test_heads_and_the_broker_agree_with_what_was_asked(work: Work, scrapes: dic
         assert head.value("reserve_wait_seconds_count") == num_tickets
     prefill, decode, broker = (scrapes[name] for name in ("prefill-0/0", "decode-0/0", "broker"))
     assert prefill.value("chunk_tokens_sum") == work.prompt_tokens
+    assert prefill.of("prefill_tokens_total", "how") == {"cached": 0, "computed": work.prompt_tokens}
     assert prefill.value("prefill_seconds_count") == num_tickets + 1
     assert decode.value("first_step_wait_seconds_count") == num_tickets
     assert decode.value("step_rows_sum") == decode.value("decoded_tokens_total") + decode.value("wasted_rows_total")

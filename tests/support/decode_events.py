@@ -12,7 +12,11 @@ Event = Callable[[], None]
 KINDS = (
     "submit",
     "reserve",
+    "reserve_again",
     "cancel_reserve",
+    "decide",
+    "tell_verdict",
+    "lose_verdict",
     "fill",
     "write",
     "commit",
@@ -37,9 +41,17 @@ def _events_of(sim: DecodeSim, request: SimRequest, kind: str) -> Iterator[Event
             yield partial(sim.submit, request)
         case "reserve" if waiting and not request.asked:
             yield partial(sim.reserve, request)
-        case "cancel_reserve" if waiting and request.asked:
+        case "reserve_again" if request.writable and not (request.asked or request.filling or request.failed):
+            yield partial(sim.reserve, request)
+        case "cancel_reserve" if request.asked:
             yield partial(sim.cancel_reserve, request)
-        case "fill" if request.pages and not request.filling and not request.failed:
+        case "decide" if request.in_question:
+            yield partial(sim.decide, request)
+        case "tell_verdict" if request.verdict is not None:
+            yield partial(sim.tell_verdict, request)
+        case "lose_verdict" if request.verdict is not None:
+            yield partial(sim.lose_verdict, request)
+        case "fill" if request.pages and not (request.asked or request.filling or request.failed):
             yield partial(sim.fill, request)
         case "write" if request.to_write:  # also of a ticket that has failed: these were in flight
             yield partial(sim.write, request, 0)
@@ -65,27 +77,31 @@ def finish(sim: DecodeSim) -> None:
     while True:
         sim.run_dry()
         before = sim.progress
-        for request in sim.requests:
-            _go_on(sim, request)
+        for request in list(sim.requests):
+            go_on(sim, request)
         sim.run_dry()
         if sim.progress == before:
             break
     sim.check_all_is_back()
 
 
-def _go_on(sim: DecodeSim, request: SimRequest) -> None:
+def go_on(sim: DecodeSim, request: SimRequest) -> None:
     """What comes next in this request's life."""
     if not request.submitted:
         sim.submit(request)
     elif request.failed and not request.aborted:
         sim.abort(request)  # its router hears of it from elsewhere, if this side took the request only afterwards
+    if request.in_question:
+        sim.decide(request)
+    if request.verdict is not None:
+        sim.tell_verdict(request)
     if request.closed or (request.committed and request.first_token):
         return
     if request.failed or (request.gone and not request.committed):
         sim.close_ticket(request, quiesced=True)
-    elif not request.asked:
+    elif not request.pages and not request.asked:
         sim.reserve(request)
-    elif request.pages and not request.filling:
+    elif request.pages and not request.filling and not request.asked:
         sim.fill(request)
     elif request.filling and not request.committed:
         while request.to_write:

@@ -5,31 +5,22 @@ Events come one at a time, in whatever order the test likes; everything that mus
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
-from stagemesh.shared.core.commands import (
-    COUNT,
-    FLAGS,
-    FROM_STEP,
-    HANDLE,
-    ROW_WIDTH,
-    SAMPLE,
-    SOURCE_ROW,
-    SOURCE_STEP,
-    START,
-    Command,
-    Join,
-    Step,
-    unpack_deltas,
-)
+from stagemesh.shared.core.commands import Command, unpack_deltas
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.pages import pages_for
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 from stagemesh.shared.engine.schedule.decode_state import Admission
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
+from tests.support.decode_checks import CommandChecks, OrderChecks
 from tests.support.decode_request import SimRequest
 from tests.support.sim_stages import SimPipeline, token_at
+
+AGEING_S = 10.0
 
 
 class DecodeSim:
@@ -44,6 +35,9 @@ class DecodeSim:
         max_running: int = 6,
         run_ahead: int = 1,
         extra_depth: int = 0,
+        host_pages: int = 1_000,
+        conservativeness: float = 1.0,
+        yield_s: float = 0.0,
     ) -> None:
         self.page_size, self.max_running = page_size, max_running
         self.num_microbatches, self.run_ahead = num_stages + extra_depth, run_ahead
@@ -53,24 +47,31 @@ class DecodeSim:
             num_microbatches=self.num_microbatches,
             max_running=max_running,
             run_ahead=run_ahead,
+            pp_size=num_stages,
+            host_pages=host_pages,
+            schedule_conservativeness=conservativeness,
+            priority_ageing_s=AGEING_S,
+            yield_s=yield_s,
         )
         self.pipeline = SimPipeline(num_stages, num_pages, page_size)
         self.requests: list[SimRequest] = []
         self.by_ref: dict[RequestRef, SimRequest] = {}
-        self.by_handle: dict[int, SimRequest] = {}
-        self.joined: set[int] = set()
-        self.dropped: set[int] = set()
-        self.issued: dict[int, int] = {}  # handle -> rows issued
-        self.place: dict[int, tuple[int, int]] = {}  # handle -> step and row of its latest
-        self.last_command = self.last_step = 0
+        self.checks = CommandChecks(
+            self.scheduler, self.by_ref, microbatches=self.num_microbatches, most_rows=max_running
+        )
         self.most_outstanding = 0
+        self.order = OrderChecks(self.scheduler, most_running=max_running, ageing_s=AGEING_S)
         self.progress = 0  # counts whatever happens, but polls that bring nothing
 
     # -- what routers, the broker and writers do --
 
-    def new_request(self, prompt_tokens: int, sampling: SamplingParams) -> SimRequest:
+    def new_request(self, prompt_tokens: int, sampling: SamplingParams, priority: int = 0) -> SimRequest:
         number = len(self.requests)
-        request = SimRequest(RequestRef(f"r{number}", number % 2), f"t{number}", prompt_tokens, sampling)
+        return self._add(
+            SimRequest(RequestRef(f"r{number}", number % 2), f"t{number}", prompt_tokens, sampling, priority)
+        )
+
+    def _add(self, request: SimRequest) -> SimRequest:
         self.requests.append(request)
         self.by_ref[request.ref] = request
         return request
@@ -78,10 +79,19 @@ class DecodeSim:
     def submit(self, request: SimRequest) -> None:
         request.submitted = True
         request.gone = self.too_large(request)
-        self.scheduler.submit(request.ref, request.sampling, request.prompt_tokens, request.ticket_id)
+        self.scheduler.submit(
+            request.ref,
+            request.sampling,
+            request.prompt_tokens,
+            request.ticket_id,
+            priority=request.priority,
+            waited_s=time.monotonic() - request.arrived_s,
+            recompute=request.recompute,
+        )
         self.check()
 
     def reserve(self, request: SimRequest) -> None:
+        """For the first time, or because an answer was lost, or because the pages were taken back."""
         request.asked = True
         self.scheduler.reserve(request.ticket_id, request.ref)
         self.check()
@@ -90,6 +100,26 @@ class DecodeSim:
         """The asker's deadline has passed."""
         request.asked = False
         self.scheduler.cancel_reserve(request.ticket_id)
+        self.check()
+
+    def decide(self, request: SimRequest) -> None:
+        """The broker's word about pages that this side wants back."""
+        self.progress += 1
+        request.in_question = False
+        request.verdict = not (request.filling or request.asked or request.failed)
+        if request.verdict:
+            request.pages = ()
+
+    def tell_verdict(self, request: SimRequest) -> None:
+        """The broker's word reaches this side."""
+        verdict, request.verdict = request.verdict, None
+        (self.scheduler.unreserved if verdict else self.scheduler.keep)(request.ticket_id)
+        self.check()
+
+    def lose_verdict(self, request: SimRequest) -> None:
+        """It does not: the pages stay where they are."""
+        request.verdict = None
+        self.scheduler.keep(request.ticket_id)
         self.check()
 
     def fill(self, request: SimRequest) -> None:
@@ -140,6 +170,9 @@ class DecodeSim:
     def move(self, rank: int) -> None:
         self.pipeline.move(rank)
 
+    def finish_copy(self, rank: int, pick: int = 0) -> None:
+        self.pipeline.finish_copy(rank, pick)
+
     def deliver(self) -> None:
         """The head takes the next thing that has come round the ring."""
         number, ids = self.pipeline.inbox.popleft()
@@ -152,36 +185,57 @@ class DecodeSim:
             self.pipeline.sampled = {step: ids for step, ids in self.pipeline.sampled.items() if step >= oldest}
         self.check()
 
+    def deliver_copied(self, pick: int = 0) -> None:
+        """A stage's word that it has copied; these come in any order."""
+        self.pipeline.copied.rotate(-(pick % len(self.pipeline.copied)))
+        handle, rank, restored = self.pipeline.copied.popleft()
+        self.checks.copies[handle].remove(rank)
+        self.scheduler.copied(handle, rank, restored=restored)
+        self.check()
+
     def poll(self) -> None:
+        self.order.before_poll()
         actions = self.scheduler.poll()
         for command in actions.commands:
-            self._check_command(command)
+            self.checks.check(command, len(self.pipeline.stages))
             self.pipeline.issue(command)
+        self.most_outstanding = max(self.most_outstanding, len(self.scheduler.issuer.outstanding))
+        assert self.most_outstanding <= self.num_microbatches + self.run_ahead
         for output in actions.outputs:
             self._take(output)
         for admission in actions.admissions:
             self._admit(admission)
+        for ticket_id in actions.cancelled:
+            self._question(ticket_id)
         for request in self.requests:
             request.silent |= request.aborted
-        assert sum(request.holding for request in self.requests) <= self.max_running
-        self.progress += bool(actions.commands or actions.admissions)
+        self.progress += bool(actions.commands or actions.admissions or actions.cancelled)
         self.scheduler.check_integrity()
+        self.order.check({admission.ticket_id for admission in actions.admissions})
 
     def crank(self, rounds: int = 1) -> None:
-        """Every stage moves, everything is delivered, the head polls."""
+        """Every stage moves and copies, everything is delivered, the head polls."""
         for _ in range(rounds):
             for rank in self.pipeline.movable():
                 self.move(rank)
+            for rank in self.pipeline.copying():
+                self.finish_copy(rank)
             while self.pipeline.inbox:
                 self.deliver()
+            while self.pipeline.copied:
+                self.deliver_copied()
             self.poll()
 
     def run_dry(self) -> None:
-        """Until nothing is under way that could go on by itself."""
+        """Until nothing is under way that could go on by itself. There is an end to it: the oldest that runs goes on
+        whatever happens, and of those that are retracted the oldest comes first."""
         self.poll()
+        rounds = sum(10 * request.sampling.max_tokens + 50 for request in self.requests)
         while not self.pipeline.quiet:
-            before = len(self.pipeline.inbox), self.pipeline.movable()
-            assert before != (0, []), "the stages wait for inputs that never come"
+            rounds -= 1
+            assert rounds, "no end to it"
+            busy = self.pipeline.inbox or self.pipeline.movable() or self.pipeline.copying() or self.pipeline.copied
+            assert busy, "the stages wait for inputs that never come"
             self.crank()
 
     # -- what must hold --
@@ -189,55 +243,6 @@ class DecodeSim:
     def check(self) -> None:
         self.progress += 1
         self.scheduler.check_integrity()
-
-    def _check_command(self, command: Command) -> None:
-        self.last_command += 1
-        assert command.number == self.last_command
-        assert not command.cancels
-        for handle in command.drops:
-            assert handle in self.joined
-            assert handle not in self.dropped
-            assert not self._in_flight(handle)
-            self.dropped.add(handle)
-        for join in command.joins:
-            request = self.by_ref[join.request]
-            assert request.committed
-            assert join == Join(join.handle, request.ref, request.sampling, None, request.prompt_tokens)
-            assert join.handle not in self.joined
-            self.joined.add(join.handle)
-            self.by_handle[join.handle] = request
-        if command.step is not None:
-            self._check_step(command.step)
-
-    def _check_step(self, step: Step) -> None:
-        self.last_step += 1
-        assert step.number == self.last_step
-        assert 0 <= step.microbatch < self.num_microbatches
-        assert step.rows.shape == (len(step.rows), ROW_WIDTH)
-        assert 0 < len(step.rows) <= self.max_running
-        handles = step.rows[:, HANDLE].tolist()
-        assert len(set(handles)) == len(handles)
-        for at, row in enumerate(step.rows.tolist()):
-            self._check_row(step.number, at, row)
-        self.most_outstanding = max(self.most_outstanding, len(self.scheduler.issuer.outstanding))
-        assert self.most_outstanding <= self.num_microbatches + self.run_ahead
-
-    def _check_row(self, step: int, at: int, row: list[int]) -> None:
-        handle = row[HANDLE]
-        assert handle in self.joined
-        assert handle not in self.dropped
-        request, before = self.by_handle[handle], self.issued.get(handle, 0)
-        assert (row[START], row[COUNT]) == (request.prompt_tokens + before, 1)
-        assert before + 1 < request.sampling.max_tokens  # the first new token is not made here, the last one not run
-        source = self.place.get(handle)
-        assert row[FLAGS] == SAMPLE | (FROM_STEP if source else 0)
-        assert (row[SOURCE_STEP], row[SOURCE_ROW]) == (source or (0, 0))
-        self.issued[handle], self.place[handle] = before + 1, (step, at)
-        assert self._in_flight(handle) <= 2
-
-    def _in_flight(self, handle: int) -> int:
-        outstanding = self.scheduler.issuer.outstanding.values()
-        return sum(handle in step.rows[:, HANDLE].tolist() for step in outstanding)
 
     def _take(self, output: SequenceOutput) -> None:
         request = self.by_ref[output.request]
@@ -253,6 +258,11 @@ class DecodeSim:
             assert request.failed
             assert not request.tokens
             return
+        if output.end is SequenceEnd.RECOMPUTE:
+            assert not output.token_ids
+            if (again := request.continuation(f"t{len(self.requests)}")) is not None:
+                self._add(again)
+            return
         request.tokens += output.token_ids
         expected, end = request.expected
         assert request.tokens == expected[1 : len(request.tokens) + 1]
@@ -261,10 +271,10 @@ class DecodeSim:
     def _admit(self, admission: Admission) -> None:
         request = next(request for request in self.requests if request.ticket_id == admission.ticket_id)
         assert request.asked
-        assert not request.pages
         assert not request.gone
+        assert request.pages in ((), admission.pages)
         assert len(admission.pages) == pages_for(request.prompt_tokens, self.page_size)
-        request.pages = admission.pages
+        request.asked, request.pages = False, admission.pages
         leased = set(admission.pages)
         for stage, queue in zip(self.pipeline.stages, self.pipeline.queues, strict=True):
             assert not stage.owner.keys() & leased, "leased before every stage has dropped it"
@@ -273,6 +283,14 @@ class DecodeSim:
             assert not leased & set(coming), "leased, but on its way to a sequence"
         others = {page for other in self.requests if other.writable and other is not request for page in other.pages}
         assert not leased & others, "leased while another ticket's writer may write to it"
+
+    def _question(self, ticket_id: str) -> None:
+        request = next(request for request in self.requests if request.ticket_id == ticket_id)
+        assert request.pages
+        assert not request.committed
+        assert not request.in_question
+        assert request.verdict is None
+        request.in_question = True
 
     def check_all_is_back(self) -> None:
         """Nothing is under way any more: nothing is held, and everybody got what they were to get."""
@@ -286,6 +304,8 @@ class DecodeSim:
         expected, end = request.expected
         rows, needed = self.pipeline.rows_run.get(request.ref, 0), len(expected) - 1
         assert rows <= needed + (end is SequenceEnd.STOP and needed > 0)
+        if request.end is SequenceEnd.RECOMPUTE:
+            return
         if request.submitted and not request.gone and needed:
             assert (request.tokens, request.end) == (expected[1:], end)
             assert rows >= needed

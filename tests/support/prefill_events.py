@@ -9,12 +9,14 @@ from tests.support.prefill_sim import PrefillSim
 
 Event = Callable[[], None]
 USUAL = ("reserved", "filled", "write", "settle", "deliver_settled")
-UNUSUAL = ("no_pages", "ticket_failed", "abort")
+UNUSUAL = ("no_pages", "not_filled", "ticket_failed", "abort")
 
 
 def events(sim: PrefillSim, kind: str) -> list[Event]:
     """The events of a kind that may come now."""
-    outgoing = [(rank, handle, out) for rank, sending in enumerate(sim.sending) for handle, out in sending.items()]
+    outgoing = [
+        (rank, handle, out) for rank, sender in enumerate(sim.senders) for handle, out in sender.outgoing.items()
+    ]
     match kind:
         case "reserved":
             return [partial(sim.reserved, prompt) for prompt in sim.prompts if prompt.asks]
@@ -22,6 +24,8 @@ def events(sim: PrefillSim, kind: str) -> list[Event]:
             return [partial(sim.no_pages, prompt) for prompt in sim.prompts if prompt.asks]
         case "filled":
             return [partial(sim.filled, prompt) for prompt in sim.fills]
+        case "not_filled":
+            return [partial(sim.not_filled, prompt) for prompt in sim.fills]
         case "ticket_failed":
             return [partial(sim.ticket_failed, prompt) for prompt in sim.prompts if prompt.ticket_id]
         case "abort":

@@ -9,10 +9,18 @@ from stagemesh.shared.core.directory import RegionKey, StageInfo
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.layers import LayerRange
 from stagemesh.shared.core.sampling import SamplingParams
-from stagemesh.shared.engine.pages import pages_for
 from stagemesh.shared.engine.schedule.output import SequenceOutput
 
+Family = tuple[str, int]
+"""Whose first tokens a prompt has, and how many of them."""
+
 TARGETS = (StageInfo(0, LayerRange(0, 1), "there", RegionKey("there", 0, 1)),)
+
+
+def ref_of(number: int, family: Family | None) -> RequestRef:
+    """The name by which `token_at` knows its tokens."""
+    name = f"r{number}" if family is None else f"r{number}~{family[0]}~{family[1]}"
+    return RequestRef(name, number % 2)
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +37,7 @@ class SimPrompt:
     announced: bool = False
     filled: bool = False
     handle: int | None = None  # once it has joined the stages
+    cached: int | None = None  # tokens that were not computed for it, once it has started
     issued: int = 0
     unsettled: set[int] = field(default_factory=set)  # ranks that the head has not heard to have settled
     dropped: bool = False
@@ -42,20 +51,3 @@ class SimPrompt:
     @property
     def over(self) -> bool:
         return self.gone or self.sampled
-
-
-@dataclass(slots=True, eq=False)
-class Outgoing:
-    """What one stage has to send of one prompt."""
-
-    prompt: SimPrompt
-    unwritten: list[int] = field(default_factory=list)  # pages of the prompt that are complete and not yet sent
-    num_complete: int = 0
-    over: bool = False  # whole or cancelled: it settles once nothing is in flight
-
-    def progressed(self, tokens_done: int, page_size: int) -> None:
-        """A chunk is in the pool: pages that are complete may leave."""
-        self.over = tokens_done == self.prompt.num_tokens
-        complete = pages_for(tokens_done, page_size) if self.over else tokens_done // page_size
-        self.unwritten += range(self.num_complete, complete)
-        self.num_complete = complete

@@ -5,6 +5,8 @@ Events come one at a time, in whatever order the test likes; everything that mus
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from stagemesh.shared.core.commands import (
@@ -27,8 +29,9 @@ from stagemesh.shared.engine.pages import pages_for
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput, end_after
 from stagemesh.shared.engine.schedule.prefill import PrefillScheduler
 from stagemesh.shared.engine.schedule.prefill_state import FailedTicket, PrefillActions
-from tests.support.prefill_prompt import TARGETS, Outgoing, SimPrompt
-from tests.support.sim_stages import SimPipeline, kv_at, token_at
+from tests.support.prefill_prompt import TARGETS, Family, SimPrompt, ref_of
+from tests.support.prefill_senders import SimSender
+from tests.support.sim_stages import SimPipeline, token_at
 
 
 class PrefillSim:
@@ -42,8 +45,8 @@ class PrefillSim:
         page_size: int = 4,
         chunk_size: int = 8,
         max_sequences: int = 4,
-        reserve_ahead: int = 2,
         run_ahead: int = 1,
+        **settings: Any,
     ) -> None:
         self.page_size, self.chunk_size, self.max_sequences = page_size, chunk_size, max_sequences
         self.max_steps = num_stages + run_ahead
@@ -53,16 +56,17 @@ class PrefillSim:
             pp_size=num_stages,
             chunk_size=chunk_size,
             max_sequences=max_sequences,
-            reserve_ahead=reserve_ahead,
             run_ahead=run_ahead,
+            **{"reserve_ahead": 2, **settings},
         )
-        self.pipeline = SimPipeline(num_stages, num_pages, page_size)
-        self.sending: list[dict[int, Outgoing]] = [{} for _ in range(num_stages)]  # by handle
+        shared = settings.get("prefix_cache", True)
+        self.pipeline = SimPipeline(num_stages, num_pages, page_size, shared=shared)
         self.settled: list[tuple[str, int]] = []  # on the way to the head
         self.prompts: list[SimPrompt] = []
         self.by_ref: dict[RequestRef, SimPrompt] = {}
         self.by_ticket: dict[str, SimPrompt] = {}
         self.by_handle: dict[int, SimPrompt] = {}
+        self.senders = [SimSender(stage, self.by_handle) for stage in self.pipeline.stages]
         self.fills: list[SimPrompt] = []  # announcements that are unanswered
         self.expected_fails: list[FailedTicket] = []
         self.chunks: list[Step] = []
@@ -71,16 +75,24 @@ class PrefillSim:
     # -- what routers and the broker do --
 
     def submit(
-        self, num_tokens: int, sampling: SamplingParams | None = None, *, ticket: bool = True, group: str = "d"
+        self,
+        num_tokens: int,
+        sampling: SamplingParams | None = None,
+        *,
+        ticket: bool = True,
+        group: str = "d",
+        family: Family | None = None,
+        **standing: Any,
     ) -> SimPrompt:
+        """`standing` is priority, waited_s and recompute."""
         number, sampling = len(self.prompts), sampling or SamplingParams(max_tokens=4 if ticket else 1)
-        ref, ticket_id = RequestRef(f"r{number}", number % 2), f"t{number}" if ticket else ""
+        ref, ticket_id = ref_of(number, family), f"t{number}" if ticket else ""
         prompt = SimPrompt(ref, ticket_id, num_tokens, sampling, group)
         prompt.gone = not 0 < num_tokens <= self.scheduler.pages.num_pages * self.page_size
         self.prompts.append(prompt)
         self.by_ref[ref] = self.by_ticket[ticket_id] = prompt  # those without a ticket share the empty id
         tokens = np.array([token_at(ref, position) for position in range(num_tokens)], dtype=np.int64)
-        self.scheduler.submit(ref, sampling, tokens, ticket_id, group)
+        self.scheduler.submit(ref, sampling, tokens, ticket_id, group, **standing)
         self.check()
         return prompt
 
@@ -103,6 +115,13 @@ class PrefillSim:
         self.scheduler.filled(prompt.ticket_id)
         self.check()
 
+    def not_filled(self, prompt: SimPrompt) -> None:
+        """The decode side has taken its pages back before any write."""
+        self.fills.remove(prompt)
+        prompt.plan, prompt.announced = None, False
+        self.scheduler.ask_again(prompt.ticket_id)
+        self.check()
+
     def ticket_failed(self, prompt: SimPrompt) -> None:
         """The broker says so, in whatever state. The answer is a promise about writes."""
         quiescent = self.scheduler.ticket_failed(prompt.ticket_id, "told to")
@@ -119,37 +138,23 @@ class PrefillSim:
         prompt.aborted = True
         self.check()
 
+    def flush(self) -> None:
+        assert self.scheduler.pages.num_cached == self.scheduler.flush_cache()
+        assert not self.scheduler.pages.num_cached
+        self.check()
+
     # -- what the stages do --
 
     def move(self, rank: int) -> None:
         if (command := self.pipeline.move(rank)) is None:
             return
-        stage, sending = self.pipeline.stages[rank], self.sending[rank]
-        for join in command.joins:
-            if join.send is not None:
-                sending[join.handle] = Outgoing(self.by_handle[join.handle])
-        for row in [] if command.step is None else command.step.rows.tolist():
-            if (outgoing := sending.get(row[HANDLE])) and not outgoing.over:
-                outgoing.progressed(row[START] + row[COUNT], self.page_size)
-        for handle in command.cancels:
-            if handle in sending:
-                sending[handle].over, sending[handle].unwritten = True, []
-        assert sending.keys() <= stage.residents.keys()
+        self.senders[rank].after(command)
 
     def write(self, rank: int, handle: int) -> None:
-        """One page leaves: it must still hold what was computed."""
-        outgoing, stage = self.sending[rank][handle], self.pipeline.stages[rank]
-        index = outgoing.unwritten.pop(0)
-        resident = stage.residents[handle]
-        last = min((index + 1) * self.page_size, outgoing.prompt.num_tokens)
-        for position in range(index * self.page_size, last):
-            assert stage.pool[stage.slot(resident, position)] == kv_at(outgoing.prompt.ref, position)
+        self.senders[rank].write(handle)
 
     def settle(self, rank: int, handle: int) -> None:
-        outgoing = self.sending[rank].pop(handle)
-        assert outgoing.over
-        assert not outgoing.unwritten
-        self.settled.append((outgoing.prompt.ticket_id, rank))
+        self.settled.append((self.senders[rank].settle(handle).ticket_id, rank))
 
     # -- what the head does --
 
@@ -253,6 +258,9 @@ class PrefillSim:
         for row in step.rows.tolist():
             prompt = self.by_handle[row[HANDLE]]
             assert not prompt.over
+            if prompt.cached is None:
+                prompt.cached = prompt.issued = row[START]
+                assert not prompt.cached % self.page_size
             assert row[START] == prompt.issued
             assert row[COUNT] > 0
             prompt.issued += row[COUNT]
@@ -271,7 +279,8 @@ class PrefillSim:
         if output.token_ids:
             assert prompt.sampled
             token = token_at(prompt.ref, prompt.num_tokens)
-            assert output == SequenceOutput(prompt.ref, (token,), end_after(prompt.sampling, token, 1))
+            end = end_after(prompt.sampling, token, 1)
+            assert output == SequenceOutput(prompt.ref, (token,), end, cached_tokens=prompt.cached or 0)
         elif output.end is SequenceEnd.FAILED:
             assert (prompt.failed, output.error) == (True, "told to")
         else:
@@ -293,7 +302,7 @@ class PrefillSim:
         """Nothing is under way any more: nothing is held, and everybody got what they were to get."""
         assert not any(self.scheduler.held.values()), self.scheduler.held
         assert self.scheduler.load.pages_free == self.scheduler.pages.num_pages
-        assert not any(self.sending)
+        assert not any(sender.outgoing for sender in self.senders)
         self.pipeline.check_empty()
         for prompt in self.prompts:
             assert prompt.gone or (prompt.issued, len(prompt.outputs)) == (prompt.num_tokens, 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,10 +22,31 @@ def check_greedy(model: Any, prompt: Sequence[int], made: Sequence[int]) -> int:
     ids = torch.tensor([[*prompt, *made]])
     with torch.inference_mode():
         logits = model(ids).logits[0, len(prompt) - 1 : -1]
+    return _check(logits, made, len(prompt))
+
+
+def check_greedy_family(
+    model: Any, common: Sequence[int], prompts: Sequence[Sequence[int]], made: Sequence[Sequence[int]]
+) -> int:
+    """The same for prompts that begin with `common`, which is computed once."""
+    from transformers import DynamicCache
+
+    compared, known = 0, DynamicCache(config=model.config)
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # of older versions
+    with torch.inference_mode():
+        model(torch.tensor([common]), use_cache=True, logits_to_keep=1, **{name: known})
+        for prompt, tokens in zip(prompts, made, strict=True):
+            ids = torch.tensor([[*prompt[len(common) :], *tokens]])
+            logits = model(ids, use_cache=True, **{name: deepcopy(known)}).logits[0, -len(tokens) - 1 : -1]
+            compared += _check(logits, tokens, len(prompt))
+    return compared
+
+
+def _check(logits: torch.Tensor, made: Sequence[int], prompt_tokens: int) -> int:
     best = logits.topk(2, dim=-1)
     for at, token_id in enumerate(made):
         if float(best.values[at, 0] - best.values[at, 1]) <= NEAR_TIE:
             return at
         wanted = int(best.indices[at, 0])
-        assert token_id == wanted, f"token {at} after {len(prompt)} of the prompt is {token_id}, not {wanted}"
+        assert token_id == wanted, f"token {at} after {prompt_tokens} of the prompt is {token_id}, not {wanted}"
     return len(made)

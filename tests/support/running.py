@@ -119,10 +119,11 @@ def running_mesh(tmp_path: Path, *options: str, environ: Mapping[str, str] | Non
     # but for the mark by which what is left behind would be found
     kept = {"STAGEMESH_TEST_MARK"}
     inherited = {k: v for k, v in os.environ.items() if k in kept or not k.startswith("STAGEMESH_")}
+    known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
-        env={**inherited, "PYTHONPATH": str(ROOT / ".ns"), **(environ or {})},
+        env={**inherited, "PYTHONPATH": os.pathsep.join([str(ROOT / ".ns"), *known]), **(environ or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

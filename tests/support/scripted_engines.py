@@ -46,7 +46,7 @@ async def _refuse(request: Any, context: Any) -> None:
 class ScriptedBroker:
     """A directory of two instances that report again and again, as heads do."""
 
-    Join = Reserve = Fill = ReportWriter = staticmethod(_refuse)
+    Join = Reserve = Fill = Unreserve = ReportWriter = staticmethod(_refuse)
 
     def __init__(self, instances: list[InstanceInfo]) -> None:
         self._instances, self._tickets = instances, count()

@@ -218,6 +218,19 @@ def test_the_table_has_every_figure() -> None:
     assert ["Max", "client", "loop", "lag", "(ms,", "3", "proc.)", "12.50"] in lines
 
 
+def test_what_was_found_cached_is_said() -> None:
+    """The same seed twice against one mesh measures its cache: that must be seen."""
+    records = [record(0, (1.0, 1), cached_tokens=8), record(1, (1.0, 1), cached_tokens=4), record(2, failure="lost")]
+    assert any(line.split() == ["Input", "tokens", "found", "cached", "12"] for line in _table(records))
+    assert not any("cached" in line for line in _table([record(0, (1.0, 1))]))
+    said = json.loads(to_json(summarize(records), records, LOAD, 0.0))
+    assert (said["summary"]["cached_tokens"], said["requests"][1]["cached_tokens"]) == (12, 4)
+
+
+def _table(records: list[RequestRecord]) -> list[str]:
+    return table(summarize(records), 0.0, 1).splitlines()
+
+
 def test_the_table_says_why_requests_failed() -> None:
     records = [record(i, failure=f"reason {i // 2}") for i in range(2 * MAX_REASONS + 6)]
     lines = table(summarize(records), 0.0, 1).splitlines()

@@ -63,7 +63,9 @@ class ScriptedGenerator:
             return
         reason = generator_pb2.FINISH_REASON_STOP if wanted == self.STOPPED else generator_pb2.FINISH_REASON_LENGTH
         usage = generator_pb2.Usage(
-            prompt_tokens=len(request.token_ids.ids), completion_tokens=made + (wanted == self.LYING)
+            prompt_tokens=len(request.token_ids.ids),
+            completion_tokens=made + (wanted == self.LYING),
+            cached_tokens=len(request.token_ids.ids) - 1,
         )
         finished = generator_pb2.Finished(finish_reason=reason, usage=usage)
         yield generator_pb2.GenerateResponse(token_ids=[7], finished=finished)
@@ -105,6 +107,7 @@ def test_processes_share_a_workload_and_report_every_request() -> None:
         assert (made.index, made.failure) == (request.index, "")
         assert made.output_tokens == made.wanted_tokens == request.output_tokens
         assert made.message_tokens == (1,) * request.output_tokens
+        assert made.cached_tokens == made.input_tokens - 1
         assert made.arrival_s <= made.sent_s <= made.message_s[0] <= made.message_s[-1] <= made.end_s
 
 

@@ -45,7 +45,7 @@ def test_help_imports_nothing_heavy() -> None:
     ("arguments", "says"),
     [
         (("up", "--dtype", "int4"), "model.dtype: expected one of float32, float64, bfloat16; it is 'int4'"),
-        (("up", "--prefill-layers", "a,b"), "--prefill-layers: expected counts with commas"),
+        (("up", "--prefill-layers", "a,b"), "--prefill-layers: expected numbers with commas"),
         (("up", "--prefill-layers", "1,2,3"), "instance[0].layers: prefill-0 needs one count a stage"),
         (("up", "--ready-file", "/no/such/place/ready"), "ready_file: its directory /no/such/place does not exist"),
         (("up", "--run-dir", "/proc/none"), "run_dir: cannot use /proc/none"),
@@ -116,7 +116,7 @@ def test_a_router_that_is_not_there_is_said_at_once() -> None:
     ("options", "message"),
     [
         (["--model", "/nonexistent"], "/nonexistent"),
-        (["--device", "cuda"], "model.device: expected one of cpu"),
+        (["--device", "cuda"], "model.device: 'cuda' needs a CUDA build of PyTorch"),
         (["--prefill-layers", "4,5"], "instance prefill-0, layers: needs 2 sizes"),
     ],
 )

@@ -94,7 +94,9 @@ def commands(draw: st.DrawFn) -> Command:
         rows, tokens = draw(st.integers(0, 3)), draw(st.integers(0, 4))
         step = Step(draw(UINT64), draw(UINT32), draw(ints(rows, ROW_WIDTH)), draw(ints(tokens)))
     joins = tuple(draw(st.lists(JOIN, max_size=2)))
-    return Command(draw(UINT64), draw(IDS), draw(IDS), joins, draw(ints(draw(st.integers(0, 4)))), step)
+    drops, cancels, retracts, resumes = (draw(IDS) for _ in range(4))
+    deltas = draw(ints(draw(st.integers(0, 4))))
+    return Command(draw(UINT64), drops, cancels, joins, retracts, resumes, deltas, step)
 
 
 def over_the_wire(message: Any) -> Any:
@@ -105,7 +107,7 @@ def over_the_wire(message: Any) -> Any:
 @given(commands())
 def test_a_command(command: Command) -> None:
     back = command_from_pb(over_the_wire(command_to_pb(command)))
-    for name in ("number", "drops", "cancels", "joins"):
+    for name in ("number", "drops", "cancels", "joins", "retracts", "resumes"):
         assert getattr(back, name) == getattr(command, name)
     np.testing.assert_array_equal(back.page_deltas, command.page_deltas, strict=True)
     assert (back.step is None) == (command.step is None)
@@ -165,11 +167,13 @@ WHOLE = stage_pb2.Command(
     number=3,
     drops=to_bytes([1]),
     cancels=to_bytes([2]),
+    retracts=to_bytes([3]),
+    resumes=to_bytes([4]),
     page_deltas=to_bytes([5, 1, 9]),
     joins=[stage_pb2.Join(handle=5, send=stage_pb2.SendPlan(pages=to_bytes([1, 2])))],
     step=STEP,
 )
-PLACES = ["drops", "cancels", "page_deltas", "step.rows", "step.tokens", "joins.send.pages"]
+PLACES = ["drops", "cancels", "retracts", "resumes", "page_deltas", "step.rows", "step.tokens", "joins.send.pages"]
 
 
 def cut(place: str, num_bytes: int) -> stage_pb2.Command:

@@ -58,7 +58,7 @@ def test_a_prompt_says_what_it_waits_for_all_its_way() -> None:
     assert scheduler.poll().fill == ["t"]
     assert prefill.wait() == ("its announcement to the broker", ("broker",))
     scheduler.filled("t")
-    assert prefill.wait() == ("its turn, or pages here (8 free)", ("prefill-0",))
+    assert prefill.wait() == ("its turn, or pages here (8 free, 0 cached)", ("prefill-0",))
     assert len(scheduler.poll().commands) == 2
     assert prefill.wait() == ("its turn, or the chunks in flight", ("prefill-0",))
     assert [entry.name for entry in prefill.entries() if entry.kind == "step"] == ["1", "2"]
@@ -98,7 +98,7 @@ class Decode:
         self.scheduler.submit(request, SamplingParams(max_tokens=8), 4, ticket_id)
 
     def entries(self) -> list[Entry]:
-        return list(describe_decode(self.scheduler, 4, "decode-0", FAR_S))
+        return list(describe_decode(self.scheduler, "decode-0", FAR_S))
 
     def waits(self) -> list[tuple[str, tuple[str, ...]]]:
         return waits(self.entries())
@@ -113,7 +113,7 @@ def test_a_sequence_says_what_it_waits_for_all_its_way() -> None:
     decode.submit(REQUEST, "t")
     assert decode.waits() == [("the prefill side to ask for pages", ("broker",))]
     scheduler.reserve("t", REQUEST)
-    assert decode.waits() == [("pages here (4 free, 0 promised to the 0 that have some)", ("decode-0",))]
+    assert decode.waits() == [("3 pages here (4 free, 0 more expected of the 0 that have some)", ("decode-0",))]
     assert waits(decode.entries(), "reservation") == []
     assert scheduler.poll().admissions
     assert decode.waits() == [("its KV to be committed and its first token", ("broker",))]
@@ -133,10 +133,47 @@ def test_one_that_finds_no_pages_says_who_has_them() -> None:
         decode.submit(request, ticket_id)
         decode.scheduler.reserve(ticket_id, request)
     assert len(decode.scheduler.poll().admissions) == 1
-    assert decode.waits()[1] == ("pages here (3 free, 2 promised to the 1 that have some)", ("decode-0",))
+    assert decode.waits()[1] == ("3 pages here (3 free, 2 more expected of the 1 that have some)", ("decode-0",))
     decode.scheduler.abort(REQUEST)
     (quarantine,) = [entry for entry in decode.entries() if entry.kind == "quarantine"]
     assert (quarantine.name, quarantine.waits_for) == ("t", "proof that nobody writes to its pages")
+
+
+def test_one_that_is_retracted_says_where_its_kv_is() -> None:
+    scheduler = DecodeScheduler(
+        num_pages=8, page_size=4, num_microbatches=1, max_running=4, host_pages=9, schedule_conservativeness=0.0
+    )
+    for request, ticket_id in ((REQUEST, "t"), (OTHER, "u")):
+        scheduler.submit(request, SamplingParams(max_tokens=28), 4, ticket_id)
+        scheduler.reserve(ticket_id, request)
+    scheduler.poll()
+    for request, ticket_id in ((REQUEST, "t"), (OTHER, "u")):
+        scheduler.commit(ticket_id)
+        scheduler.first_token(request, 5)
+
+    def go_on() -> None:
+        commands = scheduler.poll().commands
+        for step, issued in list(scheduler.issuer.outstanding.items()):
+            scheduler.result(step, np.full(len(issued.rows), 7))
+        if commands:
+            scheduler.applied(commands[-1].number)
+
+    for _ in range(20):
+        go_on()
+    (retracted,) = (s for s in scheduler.sequences if s.copying)
+
+    def told() -> str:
+        return waits(describe_decode(scheduler, "decode-0", FAR_S))[1][0]
+
+    assert told() == "its KV to be copied to host memory by ranks 0"
+    scheduler.copied(retracted.handle, 0, restored=False)
+    room = "4 free, 2 more expected of the 1 that have some, 6 for the 1 retracted"
+    assert told() == f"its turn to be resumed with 6 pages ({room})"
+    scheduler.abort(REQUEST)
+    go_on()
+    go_on()
+    (wait,) = waits(describe_decode(scheduler, "decode-0", FAR_S))
+    assert wait == ("its KV to be copied back from host memory by ranks 0", ("decode-0/0",))
 
 
 def test_a_ticket_says_what_it_waits_for_in_every_state() -> None:

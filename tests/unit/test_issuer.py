@@ -32,8 +32,11 @@ class IssuerMachine(RuleBasedStateMachine):
         self.issuer = Issuer(self.pages)
         self.heard: dict[int, list[int]] = {}  # handle -> pages, of those that the stages have heard of
         self.unheard: dict[int, list[int]] = {}
+        self.grown: dict[int, list[int]] = {}  # handle -> pages that the stages have not heard of
         self.dropping: dict[int, list[int]] = {}  # dropped since the last command
         self.cancels: list[int] = []
+        self.retracts: list[int] = []
+        self.resumes: list[int] = []
         self.freeing: dict[int, list[int]] = {}  # command number -> pages
         self.numbers: list[int] = []
         self.steps: dict[int, int] = {}  # step number -> command number
@@ -58,12 +61,16 @@ class IssuerMachine(RuleBasedStateMachine):
         if pages is not None:
             self.issuer.add_pages(handle, pages)
             self.heard[handle] = self.heard[handle] + pages
+            self.grown[handle] = self.grown.get(handle, []) + pages
 
     @precondition(lambda self: self.heard)
     @rule(pick=st.integers(0, 100))
     def drop(self, pick: int) -> None:
         handle = sorted(self.heard)[pick % len(self.heard)]
+        if handle in self.retracts + self.resumes:
+            return
         self.dropping[handle] = self.heard.pop(handle)
+        self.grown.pop(handle, None)
         self.issuer.drop(handle, self.dropping[handle])
 
     @precondition(lambda self: self.unheard)
@@ -81,6 +88,32 @@ class IssuerMachine(RuleBasedStateMachine):
         self.issuer.cancel(handle)
         self.cancels.append(handle)
 
+    @precondition(lambda self: self.heard)
+    @rule(pick=st.integers(0, 100))
+    def retract(self, pick: int) -> None:
+        """Not one whose new pages travel with the same command."""
+        handle = sorted(self.heard)[pick % len(self.heard)]
+        if handle in self.grown:
+            with pytest.raises(Bug, match=f"sequence {handle} is retracted"):
+                self.issuer.retract(handle)
+        elif handle not in self.retracts + self.resumes:
+            self.issuer.retract(handle)
+            self.retracts.append(handle)
+
+    @precondition(lambda self: self.heard)
+    @rule(pick=st.integers(0, 100))
+    def resume(self, pick: int) -> None:
+        handle, pages = sorted(self.heard)[pick % len(self.heard)], self.pages.allocate(1)
+        if pages is None:
+            return
+        if handle in self.retracts + self.resumes:
+            self.pages.release(pages)
+            return
+        self.issuer.resume(handle, pages)
+        self.heard[handle] = self.heard[handle] + pages
+        self.grown[handle] = self.grown.get(handle, []) + pages
+        self.resumes.append(handle)
+
     @rule(with_step=st.booleans())
     def issue(self, with_step: bool) -> None:
         if with_step:
@@ -95,6 +128,7 @@ class IssuerMachine(RuleBasedStateMachine):
             self.check(flushed)
         else:
             assert (self.unheard, self.dropping, self.cancels) == ({}, {}, [])
+            assert (self.retracts, self.resumes) == ([], [])
 
     def check(self, command: Command) -> None:
         """It carries what was collected, once, and is the next number."""
@@ -103,6 +137,7 @@ class IssuerMachine(RuleBasedStateMachine):
         assert {join.handle for join in command.joins} == set(self.unheard)
         assert set(command.drops) == set(self.dropping)
         assert list(command.cancels) == self.cancels
+        assert (list(command.retracts), list(command.resumes)) == (self.retracts, self.resumes)
         deltas = dict(unpack_deltas(command.page_deltas))
         assert deltas.keys() >= self.unheard.keys()
         for handle, pages in self.unheard.items():
@@ -110,7 +145,10 @@ class IssuerMachine(RuleBasedStateMachine):
         assert not deltas.keys() & set(command.drops)  # a stage drops before it takes pages: it would not know them
         self.heard |= self.unheard
         self.freeing[command.number] = [page for pages in self.dropping.values() for page in pages]
-        self.unheard, self.dropping, self.cancels = {}, {}, []
+        for handle in command.resumes:
+            assert deltas[handle] == self.grown[handle]
+        self.unheard, self.dropping, self.cancels, self.grown = {}, {}, [], {}
+        self.retracts, self.resumes = [], []
 
     @precondition(lambda self: self.acknowledged < len(self.numbers))
     @rule(pick=st.integers(0, 100))
@@ -193,3 +231,21 @@ def test_page_deltas_survive_packing(deltas: dict[int, list[int]]) -> None:
 def test_page_deltas_that_are_cut_short_are_refused(flat: list[int]) -> None:
     with pytest.raises(ValueError, match="cut short"):
         unpack_deltas(np.array(flat, dtype=np.int64))
+
+
+def test_one_that_joins_with_the_next_command_is_not_retracted_by_it() -> None:
+    pages = PageAllocator(4)
+    issuer = Issuer(pages)
+    handle, taken = issuer.new_handle(), pages.allocate(2)
+    assert taken is not None
+    issuer.join(join_of(handle))
+    issuer.add_pages(handle, taken)
+    assert issuer.is_joining(handle)
+    with pytest.raises(Bug, match="have not heard of all its pages"):
+        issuer.retract(handle)
+    issuer.flush()
+    assert not issuer.is_joining(handle)
+    issuer.retract(handle)
+    retracted = issuer.flush()
+    assert retracted is not None
+    assert retracted.retracts == (handle,)

@@ -18,11 +18,13 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     held: Bundle[list[int]] = Bundle("held")
     tickets: Bundle[str] = Bundle("tickets")
+    cached: Bundle[list[int]] = Bundle("cached")
 
     def __init__(self) -> None:
         super().__init__()
         self.pages = PageAllocator(NUM_PAGES)
         self.used: set[int] = set()
+        self.kept: set[int] = set()
         self.quarantined: dict[str, set[int]] = {}
         self.num_tickets = 0
 
@@ -35,7 +37,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert self.pages.num_free == before
             return multiple()
         assert len(taken) == len(set(taken)) == count
-        elsewhere = self.used.union(*self.quarantined.values())
+        elsewhere = self.used.union(self.kept, *self.quarantined.values())
         assert not elsewhere & set(taken)
         self.used |= set(taken)
         return taken
@@ -44,6 +46,28 @@ class AllocatorMachine(RuleBasedStateMachine):
     def release(self, taken: list[int]) -> None:
         self.pages.release(taken)
         self.used -= set(taken)
+
+    @rule(target=cached, taken=consumes(held))
+    def cache(self, taken: list[int]) -> list[int]:
+        for page in taken:
+            self.pages.cache(page)
+        self.used -= set(taken)
+        self.kept |= set(taken)
+        return taken
+
+    @rule(target=held, kept=consumes(cached))
+    def reuse(self, kept: list[int]) -> list[int]:
+        for page in kept:
+            self.pages.reuse(page)
+        self.kept -= set(kept)
+        self.used |= set(kept)
+        return kept
+
+    @rule(kept=consumes(cached))
+    def evict(self, kept: list[int]) -> None:
+        for page in kept:
+            self.pages.evict(page)
+        self.kept -= set(kept)
 
     @rule(target=tickets, taken=consumes(held))
     def quarantine(self, taken: list[int]) -> str:
@@ -77,7 +101,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.pages.check_integrity()
         assert self.pages.num_used == len(self.used)
         assert self.pages.num_quarantined == sum(map(len, self.quarantined.values()))
-        assert self.pages.num_free + self.pages.num_used + self.pages.num_quarantined == NUM_PAGES
+        assert self.pages.num_cached == len(self.kept)
+        held = self.pages.num_used + self.pages.num_cached + self.pages.num_quarantined
+        assert self.pages.num_free + held == NUM_PAGES
 
 
 TestAllocator = AllocatorMachine.TestCase

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.services.router.placement import Placement, max_request_tokens, place
+from stagemesh.services.router.placement import Placement, Sent, max_request_tokens, place
 from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad, Manifest, Role, mismatch
 from stagemesh.shared.errors import Retryable
 from tests.support.instances import DECODE, MANIFEST, PREFILL, instance_of
@@ -33,8 +33,17 @@ INSTANCES = st.lists(
 )
 
 
-def load_of(info: InstanceInfo, sent: dict[str, int]) -> int:
-    return info.load.waiting + info.load.running + sent.get(info.ref.name, 0)
+NAMES = st.sampled_from("abcdef")
+
+
+def queued_at(info: InstanceInfo, sent: dict[str, Sent]) -> int:
+    return info.load.waiting + info.load.running + sent.get(info.ref.name, Sent()).requests
+
+
+def cost_of(info: InstanceInfo, prompt: int, sent: dict[str, Sent], cached: dict[str, int]) -> int:
+    """Tokens that are computed until the prompt is through."""
+    name = info.ref.name
+    return info.load.waiting_tokens + sent.get(name, Sent()).tokens + prompt - cached.get(name, 0)
 
 
 def candidates(instances: list[InstanceInfo], prompt: int, new: int) -> list[tuple[InstanceInfo, InstanceInfo | None]]:
@@ -50,21 +59,28 @@ def candidates(instances: list[InstanceInfo], prompt: int, new: int) -> list[tup
     return [(p, d) for p in prefills for d in decodes if mismatch(p.manifest, d.manifest) is None]
 
 
-@given(INSTANCES, st.integers(1, 60), st.integers(1, 30), st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 3)))
-def test_a_placement_is_possible_and_none_is_less_loaded(
-    instances: list[InstanceInfo], prompt: int, new: int, sent: dict[str, int]
+@given(
+    INSTANCES,
+    st.integers(1, 60),
+    st.integers(1, 30),
+    st.dictionaries(NAMES, st.builds(Sent, st.integers(0, 3), st.integers(0, 50))),
+    st.dictionaries(NAMES, st.integers(0, 60)),
+)
+def test_a_placement_is_possible_and_none_is_better(
+    instances: list[InstanceInfo], prompt: int, new: int, sent: dict[str, Sent], cached: dict[str, int]
 ) -> None:
     possible = candidates(instances, prompt, new)
     try:
-        chosen = place(instances, prompt_tokens=prompt, max_tokens=new, sent=sent)
+        chosen = place(instances, prompt_tokens=prompt, max_tokens=new, sent=sent, cached=cached)
     except Retryable:
         assert not possible
         return
     assert (chosen.prefill, chosen.decode) in possible
-    assert load_of(chosen.prefill, sent) == min(load_of(prefill, sent) for prefill, _ in possible)
+    costs = [cost_of(prefill, prompt, sent, cached) for prefill, _ in possible]
+    assert cost_of(chosen.prefill, prompt, sent, cached) == min(costs)
     mates = [decode for prefill, decode in possible if prefill == chosen.prefill and decode is not None]
     if chosen.decode is not None:
-        assert load_of(chosen.decode, sent) == min(load_of(decode, sent) for decode in mates)
+        assert queued_at(chosen.decode, sent) == min(queued_at(decode, sent) for decode in mates)
 
 
 @given(INSTANCES, st.integers(1, 60), st.integers(1, 30), st.data())
@@ -82,7 +98,7 @@ def test_the_order_of_the_directory_does_not_matter(
 
 def test_requests_just_sent_count_as_load() -> None:
     instances = [instance_of(name, PREFILL) for name in ("p1", "p2")] + [instance_of(n, DECODE) for n in ("d1", "d2")]
-    sent: dict[str, int] = {}
+    sent: dict[str, Sent] = {}
     pairs = []
     for _ in range(4):
         placement = place(instances, prompt_tokens=4, max_tokens=4, sent=sent)
@@ -90,20 +106,29 @@ def test_requests_just_sent_count_as_load() -> None:
         names = placement.prefill.ref.name, placement.decode.ref.name
         pairs.append(names)
         for name in names:
-            sent[name] = sent.get(name, 0) + 1
+            sent[name] = Sent(sent.get(name, Sent()).requests + 1)
     assert pairs == [("p1", "d1"), ("p2", "d2"), ("p1", "d1"), ("p2", "d2")]
 
 
-def test_between_equally_busy_instances_tokens_and_pages_decide() -> None:
+def test_tokens_decide_between_prefill_instances_and_pages_between_equally_busy_decode_instances() -> None:
     instances = [
         instance_of("p1", PREFILL, load=InstanceLoad(waiting=1, waiting_tokens=60)),
-        instance_of("p2", PREFILL, load=InstanceLoad(waiting=1, waiting_tokens=10)),
+        instance_of("p2", PREFILL, load=InstanceLoad(waiting=2, waiting_tokens=10)),
         instance_of("d1", DECODE, load=InstanceLoad(running=1, pages_free=3)),
         instance_of("d2", DECODE, load=InstanceLoad(running=1, pages_free=9)),
     ]
     placement = place(instances, prompt_tokens=4, max_tokens=4)
     assert placement.decode is not None
     assert (placement.prefill.ref.name, placement.decode.ref.name) == ("p2", "d2")
+
+
+@pytest.mark.parametrize(("queued", "chosen"), [(0, "p1"), (31, "p1"), (33, "p2")])
+def test_a_cached_prefix_is_weighed_against_the_queue_before_it(queued: int, chosen: str) -> None:
+    instances = [
+        instance_of("p1", PREFILL, load=InstanceLoad(waiting=3, waiting_tokens=queued)),
+        instance_of("p2", PREFILL),
+    ]
+    assert place(instances, prompt_tokens=40, max_tokens=1, cached={"p1": 32}).prefill.ref.name == chosen
 
 
 def test_one_token_needs_no_decode_instance() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,15 +27,28 @@ class PrefillMachine(RuleBasedStateMachine):
         max_sequences=st.integers(1, 4),
         reserve_ahead=st.integers(1, 3),
         run_ahead=st.integers(0, 2),
+        prefix_cache=st.booleans(),
     )
-    def build(self, **sizes: int) -> None:
+    def build(self, **sizes: Any) -> None:
         self.sim = PrefillSim(**sizes)
 
-    @rule(num_tokens=st.integers(0, 20), stop=st.booleans(), ticket=st.integers(0, 3), group=st.sampled_from("de"))
-    def arrive(self, num_tokens: int, stop: bool, ticket: int, group: str) -> None:
+    @rule(
+        num_tokens=st.integers(0, 20),
+        stop=st.booleans(),
+        ticket=st.integers(0, 3),
+        group=st.sampled_from("de"),
+        family=st.none() | st.tuples(st.sampled_from("fg"), st.integers(1, 20)),
+        recompute=st.booleans(),
+        priority=st.integers(-3, 3),
+    )
+    def arrive(self, num_tokens: int, stop: bool, ticket: int, group: str, **standing: Any) -> None:
         stops = tuple(range(VOCAB_SIZE // 2)) if stop else ()
         sampling = SamplingParams(max_tokens=4 if ticket else 1, stop_token_ids=stops)
-        self.sim.submit(num_tokens, sampling, ticket=ticket > 0, group=group)
+        self.sim.submit(num_tokens, sampling, ticket=ticket > 0, group=group, **standing)
+
+    @rule()
+    def flush(self) -> None:
+        self.sim.flush()
 
     @rule(kind=st.sampled_from(USUAL + UNUSUAL), pick=st.integers(0, 100))
     def event(self, kind: str, pick: int) -> None:
@@ -80,7 +94,8 @@ def storm(sim: PrefillSim, dice: random.Random, num_events: int) -> None:
     for _ in range(num_events):
         match dice.choices(("new", "poll", "move", "deliver", "unusual", "usual"), (3, 20, 30, 20, 0.4, 30))[0]:
             case "new" if sum(not prompt.over for prompt in sim.prompts) < 8:
-                sim.submit(dice.randint(1, 24), ticket=dice.random() < 0.8, group=dice.choice("de"))
+                family = (dice.choice("fgh"), dice.randint(1, 24)) if dice.random() < 0.7 else None
+                sim.submit(dice.randint(1, 24), ticket=dice.random() < 0.8, group=dice.choice("de"), family=family)
             case "poll":
                 sim.poll()
             case "move" if ranks := sim.pipeline.movable():
@@ -101,3 +116,13 @@ def test_after_a_storm_every_prompt_has_its_token_and_every_page_is_back(
     sim = PrefillSim(num_stages=num_stages, num_pages=num_pages)
     storm(sim, random.Random(seed), 1_200)
     finish(sim)
+
+
+def test_in_a_storm_much_is_shared() -> None:
+    """Else the storms would say nothing about it."""
+    sim = PrefillSim(num_stages=2, num_pages=20)
+    storm(sim, random.Random(1), 6_000)
+    finish(sim)
+    stats = sim.scheduler.stats
+    assert stats.cached_tokens > 0.1 * stats.prompt_tokens > 0
+    assert sim.scheduler.evicted_pages > 50

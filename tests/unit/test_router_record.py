@@ -8,14 +8,13 @@ from collections.abc import Iterable
 import pytest
 
 from stagemesh.services.router.record import Outcome, RouterRecords
-from stagemesh.services.router.request import LiveRequest
-from stagemesh.shared.core.identity import InstanceRef, RequestRef
-from stagemesh.shared.core.sampling import SamplingParams
+from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.errors import Exhausted, Rejected, Retryable
 from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.metrics import Metric
 from stagemesh.shared.obs.tally import Distribution
+from tests.support.live_requests import begun
 
 REF = RequestRef("r", 1)
 TOKEN = SequenceOutput(REF, (5,))
@@ -33,10 +32,11 @@ class Clients:
         """One that was tokenized and had `outputs`, all of them passed on."""
         with self.records.request() as record:
             self.records.tokenized(record)
-            live = LiveRequest(REF, SamplingParams(max_tokens=9), [1, 2, 3])
+            record.admitted("r")
+            live, attempts = begun([1, 2, 3])
             self.records.taken(record, live)
             for output in outputs:
-                live.on_output(InstanceRef("decode-0", 1), output)
+                attempts.last.on_output(output)
             if aborted:
                 live.abort()
             if outputs:
@@ -100,9 +100,9 @@ def test_one_under_way_counts_what_it_has_passed_on() -> None:
     clients = Clients()
     with clients.records.request() as record:
         assert clients.values(metrics.LIVE_REQUESTS) == {(): 1}
-        live = LiveRequest(REF, SamplingParams(max_tokens=9), [1, 2])
+        live, attempts = begun([1, 2])
         clients.records.taken(record, live)
-        live.on_output(InstanceRef("prefill-0", 1), TOKEN)
+        attempts.say(5)
         assert clients.values(metrics.TOKENS) == {("prompt",): 2, ("generated",): 0}
         asyncio.run(live.next())
         assert clients.values(metrics.TOKENS) == {("prompt",): 2, ("generated",): 1}

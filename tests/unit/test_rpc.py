@@ -66,6 +66,17 @@ def test_a_rejection_keeps_its_field(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
+@pytest.mark.parametrize("after_s", [None, 1.0, 2.5, 60.0])
+def test_an_exhausted_peer_says_when_to_come_back(tmp_path: Path, after_s: float | None) -> None:
+    async def body(broker: FakeBroker, client: Client, server: Server) -> None:
+        broker.on_fill = lambda: fail_with(Exhausted("no room", retry_after_s=after_s))
+        with pytest.raises(Exhausted, match=r"^no room$") as caught:
+            await client.call("Fill", FILL, timeout_s=LIMIT_S)
+        assert caught.value.retry_after_s == after_s
+
+    run(tmp_path, body)
+
+
 def test_a_handlers_own_bug_is_internal_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def body(broker: FakeBroker, client: Client, server: Server) -> None:
         broker.on_fill = lambda: fail_with(KeyError("x"))

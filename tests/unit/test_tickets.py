@@ -210,3 +210,34 @@ def test_nothing_can_be_written_before_there_are_pages() -> None:
     book = TicketBook("t")
     with pytest.raises(ProtocolViolation, match="has no pages yet"):
         book.fill(open_ticket(book))
+
+
+def state_of(ticket: Ticket) -> str:
+    return ticket.state.value
+
+
+def test_pages_are_taken_back_until_a_write_is_announced() -> None:
+    book = TicketBook("t")
+    ticket = open_ticket(book)
+    book.reserved(ticket)
+    assert book.unreserve(ticket)
+    assert book.unreserve(ticket)  # its first answer was lost
+    assert state_of(ticket) == "opened"
+    assert not book.fill(ticket)
+    assert state_of(ticket) == "opened"
+    book.reserved(ticket)  # asked for again
+    assert book.fill(ticket)
+    assert not book.unreserve(ticket)
+    assert state_of(ticket) == "filling"
+    book.fail(ticket, "no luck")
+    assert not book.unreserve(ticket)
+    assert state_of(ticket) == "quiescing"
+
+
+def test_a_ticket_whose_pages_were_taken_back_fails_at_once() -> None:
+    book = TicketBook("t")
+    ticket = open_ticket(book)
+    book.reserved(ticket)
+    book.unreserve(ticket)
+    assert sorted(map(str, kinds(book.fail(ticket, "no luck")))) == ["('d', True)", "('p', True)"]
+    assert len(book) == 0

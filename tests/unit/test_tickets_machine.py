@@ -59,12 +59,22 @@ class TicketMachine(RuleBasedStateMachine):
             self.book.reserved(life.ticket)
 
     @rule(pick=st.integers(0, 20))
+    def unreserve(self, pick: int) -> None:
+        """The decode side wants its pages back."""
+        life = self.live(pick)
+        if life is not None and self.book.unreserve(life.ticket):
+            assert not life.announced
+            assert not life.may_be_written
+
+    @rule(pick=st.integers(0, 20))
     def fill(self, pick: int) -> None:
         """Announced, and perhaps again: the answer was lost."""
-        life = self.live(pick, TicketState.RESERVED, TicketState.FILLING)
-        if life is not None and not life.never and "p" not in self.lost:
-            self.book.fill(life.ticket)
-            life.announced = True
+        found = [TicketState.RESERVED, TicketState.FILLING, TicketState.OPENED]
+        life = self.live(pick, *found)
+        if life is None or life.never or "p" in self.lost:
+            return
+        if life.ticket.state is not TicketState.OPENED or life.ticket.taken_back:
+            life.announced |= self.book.fill(life.ticket)
 
     @rule(pick=st.integers(0, 20))
     def begin(self, pick: int) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from stagemesh.services.router.request import LiveRequest
 from stagemesh.services.router.turns import Turns
-from stagemesh.shared.core.identity import InstanceRef, RequestRef
-from stagemesh.shared.core.sampling import SamplingParams
-from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
+from stagemesh.shared.engine.schedule.output import SequenceEnd
+from tests.support.live_requests import begun
 
 FOREVER_S = 3600.0
 LIMIT_S = 30.0
-HEAD = InstanceRef("decode-0", 1)
 
 
 def in_loop(work: Callable[[], None]) -> None:
@@ -69,24 +66,18 @@ def test_those_who_never_come_back_keep_nobody_waiting() -> None:
     asyncio.run(run())
 
 
-def output(index: int, *token_ids: int, end: SequenceEnd | None = None) -> SequenceOutput:
-    return SequenceOutput(RequestRef(f"r{index}", 1), token_ids, end)
-
-
 def test_tokens_that_come_while_a_request_waits_for_its_turn_come_together_and_in_order() -> None:
     async def run() -> None:
         turns = Turns(1, FOREVER_S)
-        first, second = (
-            LiveRequest(RequestRef(f"r{index}", 1), SamplingParams(max_tokens=9), [1], turns=turns) for index in (0, 1)
-        )
+        (first, to_first), (second, to_second) = (begun(turns=turns), begun(turns=turns))
         async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
             waiting = [group.create_task(live.next()) for live in (first, second)]
             await asyncio.sleep(0)
             for token_id in (1, 2, 3):
-                first.on_output(HEAD, output(0, token_id))
-                second.on_output(HEAD, output(1, token_id + 10))
+                to_first.say(token_id)
+                to_second.say(token_id + 10)
             assert await waiting[0] == ([(1, None), (2, None), (3, None)], None)
-            second.on_output(HEAD, output(1, 14, end=SequenceEnd.LENGTH))
+            to_second.say(14, end=SequenceEnd.LENGTH)
             assert not waiting[1].done()
             last = group.create_task(first.next())  # its message is sent
             fresh, ending = await waiting[1]
@@ -105,12 +96,13 @@ def test_tokens_that_come_while_a_request_waits_for_its_turn_come_together_and_i
 def test_a_request_that_goes_away_gives_its_place_back() -> None:
     async def run() -> None:
         turns = Turns(1, FOREVER_S)
-        lives = [LiveRequest(RequestRef(f"r{i}", 1), SamplingParams(max_tokens=9), [1], turns=turns) for i in range(3)]
+        pairs = [begun(turns=turns) for _ in range(3)]
+        lives = [live for live, _ in pairs]
         async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
             waiting = [group.create_task(live.next()) for live in lives]
             await asyncio.sleep(0)
-            for index, live in enumerate(lives):
-                live.on_output(HEAD, output(index, index))
+            for index, (_, attempts) in enumerate(pairs):
+                attempts.say(index)
             waiting[1].cancel()  # while it waits
             lives[1].release()
             await waiting[0]

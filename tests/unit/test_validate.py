@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.services.router.validate import Limits, check_prompt, sampling_params
+from stagemesh.services.router.validate import Limits, check_prompt, priority_of, sampling_params
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.errors import Rejected
 from stagemesh.shared.pb.generator_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds
@@ -21,6 +21,7 @@ INF, NAN, HUGE = math.inf, math.nan, 2**62
 
 def validate(request: GenerateRequest) -> SamplingParams:
     check_prompt(request, LIMITS)
+    priority_of(request)
     return sampling_params(request, PROMPT_TOKENS, LIMITS, seed=99)
 
 
@@ -49,6 +50,7 @@ WRONG: list[tuple[str, list[Any], str]] = [
     ("min_p", [-0.1, 1.1, NAN, INF, -INF], r"0\.0\.\.1\.0"),
     ("min_tokens", [-1, 23, HUGE, -HUGE], r"0\.\.22"),
     ("logprobs", [-1, 21, HUGE], r"0\.\.20"),
+    ("priority", [-101, 101, HUGE, -HUGE], r"-100\.\.100"),
     ("stop_token_ids", [[-1], [100], [5, HUGE]], r"0\.\.99"),
     ("stop_token_ids", [[1] * 65], "at most 64"),
     ("stop", [[""], ["x" * 257], ["fine", "é" * 129]], r"1\.\.256 bytes"),
@@ -90,6 +92,12 @@ RIGHT: list[tuple[str, list[Any]]] = [
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in RIGHT for value in values], ids=repr)
 def test_a_value_on_the_limit_is_taken_as_it_is(field: str, value: Any) -> None:
     assert getattr(validate(request_of(**{field: value})), field) == value
+
+
+@pytest.mark.parametrize("priority", [-100, 0, 100])
+def test_a_priority_is_taken_as_it_is(priority: int) -> None:
+    assert priority_of(request_of(priority=priority)) == priority
+    assert priority_of(request_of()) == 0
 
 
 CHATS = [
@@ -140,6 +148,7 @@ REQUESTS = st.builds(
     ignore_eos=st.booleans(),
     stop_token_ids=st.lists(st.integers(0, 99), max_size=3) | st.lists(INT64, max_size=70),
     stop=st.lists(TEXT, max_size=3),
+    priority=either(st.integers(-100, 100), INT64),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stagemesh.shared.engine.issuer import Issuer
-from stagemesh.shared.engine.pages import PageAllocator, pages_for
+from stagemesh.shared.engine.pages import PageAllocator
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 from stagemesh.shared.engine.schedule.decode_state import DecodeSequence
 from stagemesh.shared.engine.schedule.prefill import PrefillScheduler
@@ -23,6 +23,7 @@ def describe_prefill(scheduler: PrefillScheduler, instance: str, now_s: float) -
         waits_for, on = _prefill_wait(sequence, scheduler.pages, instance)
         details: dict[str, Detail] = {
             "tokens_issued": f"{sequence.issued}/{len(sequence.tokens)}",
+            "cached": sequence.cached,
             "in_flight": sequence.in_flight,
             "pages": len(sequence.pages),
         }
@@ -37,7 +38,8 @@ def _prefill_wait(sequence: PrefillSequence, pages: PageAllocator, instance: str
         case SequenceState.RESERVED if sequence.announced and not sequence.filled:
             return "its announcement to the broker", ("broker",)
         case SequenceState.WAITING | SequenceState.RESERVED if sequence.startable:
-            return f"its turn, or pages here ({pages.num_free} free)", (instance,)
+            room = f"{pages.num_free} free, {pages.num_cached} cached"
+            return f"its turn, or pages here ({room})", (instance,)
         case SequenceState.WAITING | SequenceState.RESERVED:
             turn = "ask for pages there" if sequence.state is SequenceState.WAITING else "be announced to the broker"
             return f"its turn to {turn}", (instance,)
@@ -51,9 +53,9 @@ def _prefill_wait(sequence: PrefillSequence, pages: PageAllocator, instance: str
     return "its chunks in flight", (instance,)
 
 
-def describe_decode(scheduler: DecodeScheduler, page_size: int, instance: str, now_s: float) -> Iterator[Entry]:
+def describe_decode(scheduler: DecodeScheduler, instance: str, now_s: float) -> Iterator[Entry]:
     """Of the decode instance `instance`; times are CLOCK_MONOTONIC in seconds."""
-    announced, room = set(), _room(scheduler, page_size)
+    announced, room = set(), _room(scheduler)
     for sequence in scheduler.sequences:
         announced.add(sequence.ticket_id)
         waits_for, on = _decode_wait(sequence, scheduler, room, instance)
@@ -62,6 +64,8 @@ def describe_decode(scheduler: DecodeScheduler, page_size: int, instance: str, n
             "in_flight": sequence.in_flight,
             "pages": len(sequence.pages),
         }
+        if sequence.host_pages:
+            details["host_pages"] = sequence.host_pages
         yield _sequence(sequence, waits_for, on, details, now_s)
     for ticket_id, asked in scheduler.reserving.items():
         if ticket_id not in announced:
@@ -70,22 +74,38 @@ def describe_decode(scheduler: DecodeScheduler, page_size: int, instance: str, n
     yield from describe_issuer(scheduler.issuer, scheduler.pages, instance, now_s)
 
 
-def _room(scheduler: DecodeScheduler, page_size: int) -> str:
-    holding = [sequence for sequence in scheduler.sequences if sequence.pages]
-    promised = sum(pages_for(s.budget_tokens, page_size) - len(s.pages) for s in holding)
-    return f"{scheduler.pages.num_free} free, {promised} promised to the {len(holding)} that have some"
+def _room(scheduler: DecodeScheduler) -> str:
+    """Of the pages: how they are, and what the budget takes them for."""
+    active = [sequence for sequence in scheduler.sequences if sequence.active]
+    suspended = [sequence for sequence in scheduler.sequences if sequence.suspended]
+    more = sum(scheduler.growth.pages(s) - len(s.pages) for s in active)
+    room = f"{scheduler.pages.num_free} free, {more} more expected of the {len(active)} that have some"
+    if suspended:
+        room += f", {sum(map(scheduler.growth.pages, suspended))} for the {len(suspended)} retracted"
+    return room
 
 
 def _decode_wait(sequence: DecodeSequence, scheduler: DecodeScheduler, room: str, instance: str) -> Wait:
     match sequence.state:
         case SequenceState.WAITING if sequence.ticket_id in scheduler.reserving:
-            return f"pages here ({room})", (instance,)
+            need = scheduler.growth.pages(sequence)
+            room += "" if scheduler.slots_free > 0 else ", and as many run as may"
+            return f"{need} pages here ({room})", (instance,)
         case SequenceState.WAITING:
             return "the prefill side to ask for pages", ("broker",)
+        case SequenceState.RESERVED if sequence.asked_back:
+            return "the broker's word whether its pages may be taken back", ("broker",)
         case SequenceState.RESERVED:
             missing = [] if sequence.committed else ["its KV to be committed"]
             missing += ["its first token"] if sequence.first_token is None else []
             return " and ".join(missing), ("broker",) if not sequence.committed else ("router",)
+        case SequenceState.RETRACTED if sequence.copying:
+            where = "back from" if sequence.restoring else "to"
+            ranks = ", ".join(map(str, sorted(sequence.copying)))
+            return f"its KV to be copied {where} host memory by ranks {ranks}", _stages(instance, sequence.copying)
+        case SequenceState.RETRACTED:
+            need = scheduler.growth.pages(sequence)
+            return f"its turn to be resumed with {need} pages ({room})", (instance,)
         case SequenceState.RUNNING if sequence.in_flight:
             return "the results of its steps", (instance,)
         case SequenceState.RUNNING:

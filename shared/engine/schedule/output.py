@@ -11,12 +11,13 @@ from stagemesh.shared.core.sampling import SamplingParams
 
 
 class SequenceEnd(Enum):
-    """Why a sequence is over in this instance."""
+    """Why a sequence is over in this instance. RECOMPUTE: its KV is gone, but it is to be run again from its tokens."""
 
     STOP = "stop"
     LENGTH = "length"
     FAILED = "failed"
     REJECTED = "rejected"
+    RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class SequenceOutput:
     end: SequenceEnd | None = None
     error: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if asked for
+    cached_tokens: int = 0  # with the first token
 
 
 def end_after(sampling: SamplingParams, token_id: int, count: int) -> SequenceEnd | None:

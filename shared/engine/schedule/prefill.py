@@ -3,7 +3,9 @@
 submit --ask for pages there--> reserved --announce the first write--> filled --> chunks... --> first token
                                                                                     `--> settled on every stage
 
-A prompt's pages here are taken when it starts and given back once every stage has nothing of its ticket in flight.
+Prompts are asked for and start in the order of `start_order`; one that has started runs on. It starts behind the pages
+of its beginning that are in the prefix tree already. Its other pages are taken when it starts and given back once every
+stage has nothing of its ticket in flight; those that are full of prompt stay in the tree.
 A prompt without a ticket (one new token asked for) starts at once and is over with its first token.
 """
 
@@ -20,16 +22,19 @@ from stagemesh.shared.core.directory import InstanceLoad, StageInfo
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.issuer import Issuer
-from stagemesh.shared.engine.pages import PageAllocator, pages_for
+from stagemesh.shared.engine.pages import PageAllocator
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput, end_after
-from stagemesh.shared.engine.schedule.prefill_state import FailedTicket, PrefillActions, PrefillSequence
+from stagemesh.shared.engine.schedule.prefill_pages import PromptPages
+from stagemesh.shared.engine.schedule.prefill_queue import Lineup
+from stagemesh.shared.engine.schedule.prefill_state import FailedTicket, PrefillActions, PrefillSequence, start_order
 from stagemesh.shared.engine.schedule.stats import PrefillStats
 from stagemesh.shared.errors import Bug
 from stagemesh.shared.fsm.sequence import SequenceEvent, SequenceState
 
 
 class PrefillScheduler:
-    """Pure: the head feeds events in and carries out what `poll` returns."""
+    """Pure: the head feeds events in and carries out what `poll` returns. A point of priority is worth
+    `priority_ageing_s` seconds of waiting. Without `prefix_cache` every prompt is computed whole."""
 
     def __init__(
         self,
@@ -41,34 +46,52 @@ class PrefillScheduler:
         max_sequences: int,
         reserve_ahead: int,
         run_ahead: int = 1,
+        prefix_cache: bool = True,
+        priority_ageing_s: float = 10.0,
     ) -> None:
-        self.pages = PageAllocator(num_pages)
-        self.issuer = Issuer(self.pages)
+        self._pages = PromptPages(num_pages, page_size, prefix_cache=prefix_cache)
+        self.issuer = Issuer(self._pages.allocator)
         self.stats = PrefillStats()
         self._page_size, self._pp_size, self._chunk_size = page_size, pp_size, chunk_size
-        self._max_sequences, self._reserve_ahead = max_sequences, reserve_ahead
-        self._max_steps = pp_size + run_ahead
-        self._by_request: dict[RequestRef, PrefillSequence] = {}  # in order of arrival
+        self._max_sequences, self._max_steps = max_sequences, pp_size + run_ahead
+        self._ageing_s = priority_ageing_s
+        self._by_request: dict[RequestRef, PrefillSequence] = {}  # in order of arrival here
         self._by_ticket: dict[str, PrefillSequence] = {}
         self._by_handle: dict[int, PrefillSequence] = {}
+        self._lineup = Lineup(self._pages.look_up, reserve_ahead=reserve_ahead, chunk_size=chunk_size)
+        self._started: dict[int, PrefillSequence] = {}  # by handle, in order of their start; they hold pages
         self._actions = PrefillActions()
 
     # -- events --
 
     def submit(
-        self, request: RequestRef, sampling: SamplingParams, tokens: Ints, ticket_id: str, group: str = ""
+        self,
+        request: RequestRef,
+        sampling: SamplingParams,
+        tokens: Ints,
+        ticket_id: str,
+        group: str = "",
+        *,
+        priority: int = 0,
+        waited_s: float = 0.0,
+        recompute: bool = False,
     ) -> None:
-        """A router sends a prompt. `ticket_id` is empty if its KV goes nowhere; `group` is the decode instance."""
+        """A router sends a prompt. `ticket_id` is empty if its KV goes nowhere; `group` is the decode instance;
+        `waited_s` is since the request's arrival at its router."""
         limit = self.pages.num_pages * self._page_size
         if request in self._by_request:
             self._output(request, end=SequenceEnd.REJECTED, error="duplicate request")
-        elif not 0 < len(tokens) <= limit:
+            return
+        if not 0 < len(tokens) <= limit:
             self._output(request, end=SequenceEnd.REJECTED, error=f"prompt: must have 1..{limit} tokens")
-        else:
-            sequence = PrefillSequence(request, sampling, tokens, ticket_id, group, self.issuer.new_handle())
-            self._by_request[request] = self._by_handle[sequence.handle] = sequence
-            if ticket_id:
-                self._by_ticket[ticket_id] = sequence
+            return
+        handle, arrived_s = self.issuer.new_handle(), time.monotonic() - waited_s
+        order = start_order(arrived_s, handle, priority=priority, ageing_s=self._ageing_s, recompute=recompute)
+        sequence = PrefillSequence(request, sampling, tokens, ticket_id, group, handle, arrived_s, order)
+        self._by_request[request] = self._by_handle[handle] = sequence
+        self._lineup.add(sequence)
+        if ticket_id:
+            self._by_ticket[ticket_id] = sequence
 
     def reserved(self, ticket_id: str, pages: tuple[int, ...], targets: tuple[StageInfo, ...]) -> None:
         """The decode side has set pages aside. Too late for a prompt that is over."""
@@ -81,16 +104,21 @@ class PrefillScheduler:
             self.stats.reserve_wait.record(sequence.since_s - sequence.asked_s)
 
     def ask_again(self, ticket_id: str) -> None:
-        """The decode side had no pages within the deadline."""
+        """The decode side had no pages within the deadline, or it has taken them back before any write."""
         sequence = self._by_ticket.get(ticket_id)
-        if sequence is not None and sequence.state is SequenceState.WAITING:
+        if sequence is None:
+            return
+        if sequence.state is SequenceState.RESERVED and not sequence.filled:
+            sequence.move(SequenceEvent.UNRESERVE)
+            sequence.send, sequence.announced = None, False
+        if sequence.state is SequenceState.WAITING:
             sequence.asked = False
 
     def filled(self, ticket_id: str) -> None:
         """The broker knows that writes may begin."""
         sequence = self._by_ticket.get(ticket_id)
         if sequence is not None and sequence.state is SequenceState.RESERVED:
-            sequence.filled = True
+            self._lineup.filled(sequence)
 
     def ticket_failed(self, ticket_id: str, reason: str) -> bool:
         """The other side, or the broker, does not want the KV. True if no stage has anything of it in flight."""
@@ -120,7 +148,9 @@ class PrefillScheduler:
             if not sequence.over and token_id >= 0:
                 end = end_after(sequence.sampling, token_id, 1)
                 told = (logprobs[at],) if at in logprobs else ()
-                self._actions.outputs.append(SequenceOutput(sequence.request, (token_id,), end, logprobs=told))
+                self._actions.outputs.append(
+                    SequenceOutput(sequence.request, (token_id,), end, logprobs=told, cached_tokens=sequence.cached)
+                )
                 self.stats.prefill.record(time.monotonic() - sequence.since_s)
                 sequence.move(SequenceEvent.FINISH)
             self._forget_if_done(sequence)
@@ -139,80 +169,66 @@ class PrefillScheduler:
 
     def poll(self) -> PrefillActions:
         """Issues what can be, and returns everything to be done since the last poll."""
-        while len(self.issuer.outstanding) < self._max_steps and (command := self._next_chunk()) is not None:
+        while self._may_issue() and (command := self._next_chunk()) is not None:
             self._actions.commands.append(command)
-        self._ask_ahead()
+        self._lineup.ask_ahead(self._actions)
         if (rest := self.issuer.flush()) is not None:
             self._actions.commands.append(rest)
         actions, self._actions = self._actions, PrefillActions()
         return actions
 
+    def _may_issue(self) -> bool:
+        """A chunk that runs ahead of the stages waits until it is full, if more prompts are coming that may fill it."""
+        out = len(self.issuer.outstanding)
+        if out < self._pp_size or out >= self._max_steps:
+            return out < self._max_steps
+        if not self._lineup.num_coming:
+            return True
+        return sum(sequence.expected for sequence in self._candidates()) >= self._chunk_size
+
     def _next_chunk(self) -> Command | None:
         """Prompts under way first, then new ones, as many tokens as a chunk holds."""
-        budget, parts = self._chunk_size, []
+        budget, rows, tokens = self._chunk_size, list[tuple[int, ...]](), list[Ints]()
         for sequence in self._candidates():
             if not budget:
                 break
-            if sequence.state is not SequenceState.RUNNING and not self._start(sequence):
+            if not sequence.pages and not self._start(sequence):
                 break  # no pages: nobody behind it starts before it does
-            count = min(budget, sequence.remaining)
-            parts.append((sequence, count))
+            start, count = sequence.issued, min(budget, sequence.remaining)
+            sequence.issued += count
+            sequence.in_flight += 1
+            self._pages.grow(sequence)
+            rows.append((sequence.handle, start, count, 0, 0, 0 if sequence.remaining else SAMPLE))
+            tokens.append(sequence.tokens[start : start + count])
             budget -= count
-        return self._issue(parts) if parts else None
+        if not rows:
+            return None
+        self.stats.chunk_tokens.record(self._chunk_size - budget)
+        return self.issuer.issue_step(0, np.array(rows, dtype=np.int64), np.concatenate(tokens))
 
     def _candidates(self) -> Iterator[PrefillSequence]:
-        live = [s for s in self._by_request.values() if not s.over]
-        running = [s for s in live if s.state is SequenceState.RUNNING]
-        yield from (s for s in running if s.remaining)
-        room = self._max_sequences - sum(1 for s in self._by_request.values() if s.pages)
-        yield from [s for s in live if s.startable and s.state is not SequenceState.RUNNING][: max(0, room)]
+        yield from [s for s in self._started.values() if s.remaining and not s.over]
+        yield from self._lineup.first(self._max_sequences - len(self._started))
 
     def _start(self, sequence: PrefillSequence) -> bool:
-        pages = self.pages.allocate(pages_for(len(sequence.tokens), self._page_size))
-        if pages is None:
+        if not self._pages.take(sequence):
             return False
-        sequence.pages = pages
+        self._lineup.discard(sequence)
+        self._started[sequence.handle] = sequence
+        self.stats.prompt_tokens += len(sequence.tokens)
+        self.stats.cached_tokens += sequence.cached
         sequence.move(SequenceEvent.START)
         self.issuer.join(
             Join(sequence.handle, sequence.request, sequence.sampling, sequence.send, len(sequence.tokens))
         )
-        self.issuer.add_pages(sequence.handle, pages)
+        self.issuer.add_pages(sequence.handle, sequence.pages)
         if sequence.send is not None:
             sequence.unsettled = set(range(self._pp_size))
         return True
 
-    def _issue(self, parts: list[tuple[PrefillSequence, int]]) -> Command:
-        rows, tokens = np.zeros((len(parts), 6), dtype=np.int64), []
-        for row, (sequence, count) in zip(rows, parts, strict=True):
-            last = sequence.issued + count == len(sequence.tokens)
-            row[:] = (sequence.handle, sequence.issued, count, 0, 0, SAMPLE if last else 0)
-            tokens.append(sequence.tokens[sequence.issued : sequence.issued + count])
-            sequence.issued += count
-            sequence.in_flight += 1
-        self.stats.chunk_tokens.record(sum(count for _, count in parts))
-        return self.issuer.issue_step(0, rows, np.concatenate(tokens))
-
-    def _ask_ahead(self) -> None:
-        """Asks for pages for the prompts that start next: two chunks' worth for each decode instance, and at least
-        `reserve_ahead` of them. Announces the writes of those that have their pages and start with the next chunk."""
-        ahead: dict[str, tuple[int, int]] = {}
-        with_pages = 0  # tokens of the prompts before that have theirs: those that have none hold nobody up
-        for sequence in self._by_request.values():
-            if not sequence.ticket_id or sequence.over or sequence.state is SequenceState.RUNNING:
-                continue
-            count, tokens = ahead.get(sequence.group, (0, 0))
-            if count >= self._reserve_ahead and tokens >= 2 * self._chunk_size:
-                continue
-            ahead[sequence.group] = (count + 1, tokens + len(sequence.tokens))
-            if not sequence.asked:
-                sequence.asked = True
-                sequence.asked_s = sequence.asked_s or time.monotonic()
-                self._actions.reserve.append(sequence.ticket_id)
-            if sequence.state is SequenceState.RESERVED:
-                if not sequence.announced and with_pages < self._chunk_size:
-                    sequence.announced = True
-                    self._actions.fill.append(sequence.ticket_id)
-                with_pages += len(sequence.tokens)
+    def flush_cache(self) -> int:
+        """Forgets the KV that no prompt here holds. Returns how many pages are free now that were not."""
+        return self._pages.tree.flush()
 
     # -- a sequence's way --
 
@@ -222,6 +238,7 @@ class PrefillScheduler:
         self._actions.outputs.append(SequenceOutput(request, token_ids, end, error))
 
     def _give_up(self, sequence: PrefillSequence) -> None:
+        self._lineup.discard(sequence)
         if not sequence.over:
             sequence.move(SequenceEvent.ABORT)
         if sequence.unsettled and not sequence.cancelled:
@@ -234,10 +251,19 @@ class PrefillScheduler:
             return
         del self._by_request[sequence.request], self._by_handle[sequence.handle]
         self._by_ticket.pop(sequence.ticket_id, None)
-        if sequence.pages:
-            self.issuer.drop(sequence.handle, sequence.pages)
+        if self._started.pop(sequence.handle, None) is not None:
+            self._pages.give_back(sequence, self.issuer)
 
     # -- views --
+
+    @property
+    def pages(self) -> PageAllocator:
+        return self._pages.allocator
+
+    @property
+    def evicted_pages(self) -> int:
+        """Of the cache, so far."""
+        return self._pages.tree.evicted
 
     @property
     def sequences(self) -> Iterable[PrefillSequence]:
@@ -251,10 +277,11 @@ class PrefillScheduler:
 
     @property
     def load(self) -> InstanceLoad:
-        live = [s for s in self._by_request.values() if not s.over]
-        running = sum(1 for s in live if s.state is SequenceState.RUNNING)
-        tokens = sum(s.remaining for s in live)
-        return InstanceLoad(len(live) - running, running, self.pages.num_free, tokens)
+        """`waiting_tokens` are those still to be computed, as far as that can be known; pages that can be evicted count
+        as free."""
+        running = [s for s in self._started.values() if s.state is SequenceState.RUNNING]
+        tokens = sum(s.expected for s in (*running, *self._lineup))
+        return InstanceLoad(len(self._lineup), len(running), self._pages.num_available, tokens)
 
     @property
     def held(self) -> dict[str, int]:
@@ -268,10 +295,9 @@ class PrefillScheduler:
 
     def check_integrity(self) -> None:
         """Raises Bug if pages and sequences do not agree."""
-        self.pages.check_integrity()
-        owned = sum(len(s.pages) for s in self._by_handle.values()) + self.issuer.num_freeing
-        if owned != self.pages.num_used:
-            raise Bug(f"{self.pages.num_used} pages are in use, but sequences own {owned}")
+        self._pages.check_integrity(self._started.values(), self.issuer.num_freeing)
         in_flight = sum(len(step.rows) for step in self.issuer.outstanding.values())
         if in_flight != sum(s.in_flight for s in self._by_handle.values()):
             raise Bug(f"{in_flight} rows are out, sequences say otherwise")
+        if len(self._lineup) + len(self._started) != len(self._by_request):
+            raise Bug(f"{len(self._by_request)} sequences, {len(self._lineup)} wait, {len(self._started)} have started")

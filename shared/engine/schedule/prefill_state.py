@@ -8,13 +8,24 @@ from dataclasses import dataclass, field
 from stagemesh.shared.core.commands import Command, Ints, SendPlan
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
+from stagemesh.shared.engine.prefix import PrefixNode
 from stagemesh.shared.engine.schedule.output import SequenceOutput
 from stagemesh.shared.fsm.sequence import SEQUENCE, SequenceEvent, SequenceState
 
+StartOrder = tuple[bool, float, int]
 
-@dataclass(slots=True)
+
+def start_order(arrived_s: float, handle: int, *, priority: int, ageing_s: float, recompute: bool) -> StartOrder:
+    """Recomputed prompts first; then by priority + waited / ageing_s, higher first; then by age. As all waiting prompts
+    age alike, that sum orders them as `arrived_s - priority * ageing_s` does, which stays what it is."""
+    return (not recompute, arrived_s - priority * ageing_s, handle)
+
+
+@dataclass(slots=True, eq=False)
 class PrefillSequence:
-    """A prompt's mutable state in this instance. `issued` counts its tokens that are in steps or done."""
+    """A prompt's mutable state in this instance. `issued` counts its tokens that are in steps or done, the first
+    `cached` of which had their KV here before it started. `path` are the pages of the prefix tree that it holds: its
+    own ones, or those of a prompt that was first. Prompts start in ascending `order`."""
 
     request: RequestRef
     sampling: SamplingParams
@@ -22,16 +33,21 @@ class PrefillSequence:
     ticket_id: str
     group: str
     handle: int
+    arrived_s: float  # of the request at its router
+    order: StartOrder
     state: SequenceState = SequenceState.WAITING
-    arrived_s: float = field(default_factory=time.monotonic)  # for people and metrics, as is `since_s`
-    since_s: float = field(default_factory=time.monotonic)  # in this state
+    since_s: float = field(default_factory=time.monotonic)  # in this state; for people and metrics
     asked: bool = False  # the decode side, for pages
     asked_s: float | None = None  # for the first time
     announced: bool = False  # to the broker, that writes are near
     filled: bool = False  # the broker has taken note
     cancelled: bool = False  # its KV is to be sent no further
     send: SendPlan | None = None
+    expected_cached: int = 0  # tokens, if it started now: an estimate of when it was last looked up
+    cached: int = 0
+    keys: list[bytes] = field(default_factory=list)  # of its full pages; from its start on, as are pages and path
     pages: list[int] = field(default_factory=list)
+    path: list[PrefixNode] = field(default_factory=list)
     issued: int = 0
     in_flight: int = 0
     unsettled: set[int] = field(default_factory=set)  # pp_ranks that may have something of the ticket in flight
@@ -47,6 +63,19 @@ class PrefillSequence:
     @property
     def remaining(self) -> int:
         return len(self.tokens) - self.issued
+
+    @property
+    def expected(self) -> int:
+        """Tokens that it has to compute, if what was cached when it was last looked up still is when it starts."""
+        return self.remaining - (0 if self.pages else self.expected_cached)
+
+    @property
+    def private_pages(self) -> list[int]:
+        """Its pages that the prefix tree knows nothing of."""
+        known = len(self.path)
+        return [page for page, node in zip(self.pages, self.path, strict=False) if page != node.page] + self.pages[
+            known:
+        ]
 
     def move(self, event: SequenceEvent) -> None:
         self.state = SEQUENCE.advance(str(self.request), self.state, event)

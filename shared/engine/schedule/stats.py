@@ -17,19 +17,37 @@ sizes = partial(Tally, SIZE_BOUNDS)
 
 @dataclass(slots=True)
 class PrefillStats:
-    """`prefill` is from a prompt's first chunk to its first token."""
+    """`prefill` is from a prompt's first chunk to its first token. The tokens are those of prompts that have started;
+    `cached_tokens` of them had their KV here before."""
 
     reserve_wait: Tally = field(default_factory=waits)
     prefill: Tally = field(default_factory=waits)
     chunk_tokens: Tally = field(default_factory=sizes)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True)
 class DecodeStats:
-    """`first_step_wait` is from a ticket's commit; `wasted_rows` came back for a sequence that was over."""
+    """`first_step_wait` is from a ticket's commit; `wasted_rows` came back for a sequence that was over; `stalled_rows`
+    were left out of a step for want of a page. `recomputed` sequences lost the KV of `recomputed_tokens`: host memory
+    was full. `predicted_tokens` are the new tokens that were expected of a sequence when it was admitted, `true_tokens`
+    those that it had when it finished."""
 
     reserve_wait: Tally = field(default_factory=waits)
     first_step_wait: Tally = field(default_factory=waits)
     step_rows: Tally = field(default_factory=sizes)
     decoded_tokens: int = 0
     wasted_rows: int = 0
+    stalled_rows: int = 0
+    retractions: int = 0
+    resumed: int = 0
+    recomputed: int = 0
+    recomputed_tokens: int = 0
+    reservations_cancelled: int = 0
+    predicted_tokens: Tally = field(default_factory=sizes)
+    true_tokens: Tally = field(default_factory=sizes)
+
+    def finished(self, predicted: int, true: int) -> None:
+        self.predicted_tokens.record(predicted)
+        self.true_tokens.record(true)

@@ -14,7 +14,8 @@ class AttentionPlan(Protocol):
 
     def attend(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
         """Writes `key_value` [T, 2, kv_heads, head_dim] into the pool's layer `layer` (counted from the stage's
-        first), then attends with `query` [T, heads, head_dim]. Returns [T, heads * head_dim]."""
+        first), then attends with `query` [T, heads, head_dim]: a row may see what another row of the same step writes.
+        Returns [T, heads * head_dim]."""
         ...
 
 

@@ -1,0 +1,190 @@
+"""One attempt at a request: a pair of instances, a ticket, and the outputs of two heads.
+
+placing --a pair, a ticket, submitted to decode, then to prefill--> prefill --first token--> decode --> over
+   `--nobody can take it: failed
+
+An attempt may end before its request does. What is left then runs on elsewhere, as a new attempt with a number of its
+own, whose prompt is the old one and all tokens made since. What heads say of a released attempt is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from stagemesh.services.router.directory import MeshView
+from stagemesh.services.router.opening import Spawn, Tickets
+from stagemesh.services.router.placement import Placement
+from stagemesh.services.router.session import HeadSession
+from stagemesh.shared.core.identity import InstanceRef, RequestRef
+from stagemesh.shared.core.sampling import SamplingParams
+from stagemesh.shared.engine.schedule.output import SequenceOutput
+from stagemesh.shared.errors import Retryable, StagemeshError
+
+PLACEMENT_WAIT_S = 5.0  # for a pair of instances to be there
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What an attempt is to make: up to `sampling.max_tokens` tokens after `token_ids`. `arrived_s` (CLOCK_MONOTONIC)
+    is when the request came, whichever attempt this is; `recompute`: its KV was there and is lost."""
+
+    request_id: str
+    sampling: SamplingParams
+    token_ids: list[int]
+    priority: int = 0
+    arrived_s: float = field(default_factory=time.monotonic)
+    recompute: bool = False
+
+    def continued(self, made: Sequence[int], *, recompute: bool) -> Wanted:
+        """What is left once `made` has been: the same tokens follow, since a draw depends on seed and position only."""
+        left = dataclasses.replace(
+            self.sampling,
+            max_tokens=self.sampling.max_tokens - len(made),
+            min_tokens=max(0, self.sampling.min_tokens - len(made)),
+        )
+        return dataclasses.replace(self, sampling=left, token_ids=[*self.token_ids, *made], recompute=recompute)
+
+
+class Owner(Protocol):
+    """Whose attempt it is."""
+
+    def on_output(self, attempt: Attempt, output: SequenceOutput) -> None: ...
+
+    def on_failure(self, attempt: Attempt, error: Exception) -> None: ...
+
+
+class Phase(Enum):
+    PLACING = "placing"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Attempt:
+    """Tells its owner what the heads say, until it is released."""
+
+    def __init__(self, ref: RequestRef, wanted: Wanted, owner: Owner) -> None:
+        self.ref, self.wanted, self._owner = ref, wanted, owner
+        self.ticket_s: float | None = None  # it came so long after the start
+        self._made_s = time.monotonic()
+        self._prefill: HeadSession | None = None
+        self._decode: HeadSession | None = None
+        self._has_first_token = self._released = False
+        self._starting: asyncio.Task[None] | None = None
+
+    async def start(self, mesh: MeshView, tickets: Tickets) -> None:
+        """Sends it off, or tells the owner why it cannot be: Retryable if nobody takes it within PLACEMENT_WAIT_S."""
+        if self._released:
+            return
+        self._starting = asyncio.current_task()
+        try:
+            await self._send_off(mesh, tickets)
+        except Exception as error:  # of this request, whatever it is: others go on
+            self._owner.on_failure(self, error)
+        finally:
+            self._starting = None
+
+    async def _send_off(self, mesh: MeshView, tickets: Tickets) -> None:
+        wanted, placement = self.wanted, await self._place(mesh)
+        prefill = placement.prefill.ref
+        if placement.decode is None:
+            self._prefill = self._submit(mesh, prefill, "", "", token_ids=wanted.token_ids)
+            return
+        decode = placement.decode.ref
+        ticket_id = await tickets.open(self.ref, prefill, decode, len(wanted.token_ids), wanted.sampling.max_tokens)
+        self.ticket_s = time.monotonic() - self._made_s
+        try:
+            self._decode = self._submit(mesh, decode, ticket_id, "", token_ids=[])
+            self._prefill = self._submit(mesh, prefill, ticket_id, decode.name, token_ids=wanted.token_ids)
+        except StagemeshError:
+            tickets.fail(ticket_id, "it could not be sent off")
+            raise
+
+    async def _place(self, mesh: MeshView) -> Placement:
+        deadline_s = time.monotonic() + PLACEMENT_WAIT_S
+        wanted = self.wanted
+        while True:
+            mesh.changed.clear()
+            try:
+                return mesh.place(wanted.token_ids, wanted.sampling.max_tokens)
+            except Retryable:
+                if time.monotonic() >= deadline_s:
+                    raise
+            try:
+                async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline_s - time.monotonic()):
+                    await mesh.changed.wait()
+            except TimeoutError:
+                pass
+
+    def _submit(
+        self, mesh: MeshView, instance: InstanceRef, ticket_id: str, decode_instance: str, *, token_ids: list[int]
+    ) -> HeadSession:
+        session, wanted = mesh.session(instance), self.wanted
+        session.submit(
+            self,
+            self.ref,
+            wanted.sampling,
+            prompt_tokens=len(wanted.token_ids),
+            token_ids=token_ids,
+            ticket_id=ticket_id,
+            decode_instance=decode_instance,
+            priority=wanted.priority,
+            waited_s=time.monotonic() - wanted.arrived_s,
+            recompute=wanted.recompute,
+        )
+        mesh.note_sent(instance, token_ids)
+        return session
+
+    def on_output(self, output: SequenceOutput) -> None:
+        """An output of either head. The first token comes from prefill, and decode has to be told."""
+        if self._released:
+            return
+        if output.token_ids and not self._has_first_token:
+            self._has_first_token = True
+            if output.end is None and self._decode is not None:
+                self._decode.first_token(self.ref, output.token_ids[0])
+        self._owner.on_output(self, output)
+
+    @property
+    def phase(self) -> Phase:
+        if self._prefill is None:
+            return Phase.PLACING
+        return Phase.DECODE if self._has_first_token else Phase.PREFILL
+
+    @property
+    def instances(self) -> tuple[str, ...]:
+        """Where it runs: prefill, then decode."""
+        return tuple(session.ref.name for session in (self._prefill, self._decode) if session is not None)
+
+    def release(self) -> None:
+        """However it has ended: neither head works on it any more."""
+        self._released = True
+        if self._starting is not None:
+            self._starting.cancel()
+        for session in (self._prefill, self._decode):
+            if session is not None:
+                session.abort(self.ref)
+
+
+Start = Callable[[Wanted, Owner], Attempt]
+
+
+class Starter:
+    """Starts attempts, each under a number of its own. `spawn` puts a task under the router's supervisor."""
+
+    def __init__(self, mesh: MeshView, tickets: Tickets, spawn: Spawn) -> None:
+        self._mesh, self._tickets, self._spawn = mesh, tickets, spawn
+        # heads may still be letting go of a request whose id is used again, here or by another router
+        self._numbers = itertools.count(secrets.randbelow(1 << 30) + 1)
+
+    def __call__(self, wanted: Wanted, owner: Owner) -> Attempt:
+        attempt = Attempt(RequestRef(wanted.request_id, next(self._numbers)), wanted, owner)
+        self._spawn(attempt.start(self._mesh, self._tickets))
+        return attempt

@@ -1,0 +1,167 @@
+"""What one stage on a GPU does with a step: enqueues it, and tells nothing yet. Everything here runs on the forward
+thread, under the stage's compute stream; nothing waits for the device, except where a row asks for more than greedy
+ids (a draw, log probabilities, tokens that must not come yet), whose filters look at values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stagemesh.shared.core.commands import (
+    COUNT,
+    FLAGS,
+    FROM_STEP,
+    HANDLE,
+    NO_LOGPROBS,
+    SAMPLE,
+    SOURCE_ROW,
+    SOURCE_STEP,
+    START,
+    Ints,
+    RowLogprobs,
+    Step,
+    TokenLogprobs,
+)
+from stagemesh.shared.engine.host_copies import HostCopies
+from stagemesh.shared.engine.runner import StageRunner
+from stagemesh.shared.engine.sampler import log_probabilities, sample
+from stagemesh.shared.model.cuda.decode import DecodeGraphs, DecodeOutput, DecodeRows
+from stagemesh.shared.model.cuda.layers import CudaStageModel
+from stagemesh.shared.model.cuda.prefill import ChunkRows, PrefillForward
+
+if TYPE_CHECKING:
+    from stagemesh.shared.model.layers import StageModel
+
+
+@dataclass(frozen=True, slots=True)
+class Enqueued:
+    """A step on its way through the device. `tensor`: [tokens, hidden] for the next stage or, on the last, int64
+    [rows], the sampled id or -1."""
+
+    tensor: Tensor
+    logprobs: RowLogprobs
+
+
+class CudaStageRunner(StageRunner):
+    """One stage's layers over its pool on the current device. `graphs` on decode stages, `chunks` on prefill ones."""
+
+    def __init__(
+        self,
+        model: CudaStageModel,
+        pool: Tensor,
+        copies: HostCopies,
+        *,
+        num_slots: int,
+        max_rows: int,
+        graphs: DecodeGraphs | None,
+        chunks: PrefillForward | None,
+    ) -> None:
+        super().__init__(cast("StageModel", model), pool, first=model.first, last=model.last, copies=copies)
+        self._num_slots, self._max_rows, self.dtype = num_slots, max_rows, model.dtype
+        self._graphs, self._chunks = graphs, chunks
+
+    def prepare(self, step: Step) -> Callable[[Tensor | None], Enqueued]:
+        """Enqueues what does not wait for the step's inputs. The call of what it returns enqueues the forward pass:
+        `hidden` [tokens, hidden] of the previous stage is overwritten; decode takes it from its slot instead."""
+        with torch.inference_mode():
+            if self._graphs is not None:
+                self._graphs.prepare(step.number, self._decode_rows(step))
+                return partial(self._decode, self._graphs, step)
+            assert self._chunks is not None
+            rows = self._chunk_rows(step)
+            self._chunks.plan(step.number, rows)
+            return partial(self._prefill, self._chunks, step, rows)
+
+    @torch.inference_mode()
+    def _decode(self, graphs: DecodeGraphs, step: Step, hidden: Tensor | None) -> Enqueued:
+        output = graphs.run(step.number, len(step.rows))
+        if output.hidden is not None:
+            return Enqueued(output.hidden, NO_LOGPROBS)
+        return self._decoded(step, output)
+
+    def _decoded(self, step: Step, output: DecodeOutput) -> Enqueued:
+        assert output.logits is not None
+        assert output.greedy is not None
+        wanted = np.arange(len(step.rows))
+        if self._is_plain(step, wanted):
+            return Enqueued(output.greedy, NO_LOGPROBS)
+        return self._sampled(step, wanted, output.logits)
+
+    @torch.inference_mode()
+    def _prefill(self, chunks: PrefillForward, step: Step, rows: ChunkRows, hidden: Tensor | None) -> Enqueued:
+        wanted = np.flatnonzero(step.rows[:, FLAGS] & SAMPLE)
+        output = chunks.run(step.number, rows, token_ids=step.tokens if self._first else None, hidden=hidden)
+        if not self._last:
+            return Enqueued(output, NO_LOGPROBS)
+        if not self._is_plain(step, wanted):
+            return self._sampled(step, wanted, output)
+        ids = torch.full((len(step.rows),), -1, dtype=torch.int64, device="cuda")
+        if len(wanted):
+            ids[torch.from_numpy(wanted).pin_memory().to("cuda", non_blocking=True)] = output.argmax(dim=-1)
+        return Enqueued(ids, NO_LOGPROBS)
+
+    def _is_plain(self, step: Step, wanted: Ints) -> bool:
+        """True if every sampled row takes the likeliest id and tells no more."""
+        handles = step.rows[wanted, HANDLE].tolist()
+        ends = (step.rows[wanted, START] + step.rows[wanted, COUNT]).tolist()
+        residents = (self._residents[handle] for handle in handles)
+        return all(
+            r.sampling.temperature == 0 and r.logprobs is None and end >= r.sampling.banned_before
+            for r, end in zip(residents, ends, strict=True)
+        )
+
+    def _sampled(self, step: Step, wanted: Ints, logits: Tensor) -> Enqueued:
+        """`logits` [R, vocab] of the rows `wanted`."""
+        residents = [self._residents[handle] for handle in step.rows[wanted, HANDLE].tolist()]
+        ends = (step.rows[wanted, START] + step.rows[wanted, COUNT]).tolist()
+        exact = logits.float()
+        drawn = sample(exact, [r.sampling for r in residents], ends)
+        ids = torch.full((len(step.rows),), -1, dtype=torch.int64, device="cuda")
+        ids[torch.from_numpy(wanted).cuda()] = drawn
+        asking = {row: r.logprobs for row, r in enumerate(residents) if r.logprobs is not None}
+        if not asking:
+            return Enqueued(ids, NO_LOGPROBS)
+        at = list(asking)
+        told = log_probabilities(exact[at], drawn[at].tolist(), list(asking.values()))
+        return Enqueued(ids, {int(wanted[r]): TokenLogprobs(*t) for r, t in zip(at, told, strict=True)})
+
+    def _decode_rows(self, step: Step) -> DecodeRows:
+        rows, page_size = step.rows, self._page_size
+        positions = rows[:, START]
+        counts = positions // page_size + 1
+        pages = self._pages(rows, counts)
+        firsts = np.cumsum(counts) - counts
+        pointing = (rows[:, FLAGS] & FROM_STEP) != 0
+        sources = np.where(pointing, rows[:, SOURCE_STEP] % self._num_slots * self._max_rows + rows[:, SOURCE_ROW], -1)
+        literals = np.zeros(len(rows), dtype=np.int64)
+        literals[~pointing] = step.tokens
+        slots = pages[firsts + counts - 1] * page_size + positions % page_size
+        as_int32 = (sources, literals, positions, slots, counts, positions % page_size + 1, pages)
+        return DecodeRows(*(values.astype(np.int32) for values in as_int32))
+
+    def _chunk_rows(self, step: Step) -> ChunkRows:
+        rows, page_size = step.rows, self._page_size
+        starts, lengths = rows[:, START], rows[:, COUNT]
+        contexts = starts + lengths
+        counts = (contexts - 1) // page_size + 1
+        pages = self._pages(rows, counts)
+        ends = np.cumsum(lengths)
+        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths) + np.repeat(starts, lengths)
+        firsts = np.repeat(np.cumsum(counts) - counts, lengths)
+        slots = pages[firsts + positions // page_size] * page_size + positions % page_size
+        wanted = (ends - 1)[(rows[:, FLAGS] & SAMPLE) != 0]
+        return ChunkRows(positions, slots, lengths, contexts, counts, pages, wanted)
+
+    def _pages(self, rows: Ints, counts: Ints) -> Ints:
+        """The first `counts[r]` pages of each row's sequence, one after the other."""
+        flat: list[int] = []
+        ends = (rows[:, START] + rows[:, COUNT]).tolist()
+        for handle, count, end in zip(rows[:, HANDLE].tolist(), counts.tolist(), ends, strict=True):
+            flat += self._runnable(handle, end).pages[:count]
+        return np.array(flat, dtype=np.int64)

@@ -1,0 +1,82 @@
+"""The layers of one stage on a GPU: the matrices by cuBLAS, attention, norms and activation by flashinfer, the rest by
+our own kernels. The same weights and pool layout as on the CPU; sums and angles in float32, results in the stage's
+dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from flashinfer.activation import silu_and_mul
+from flashinfer.norm import fused_add_rmsnorm, rmsnorm
+from torch import Tensor
+from torch.nn.functional import linear
+
+from stagemesh.shared.core.layers import LayerRange
+from stagemesh.shared.model.config import ModelConfig
+from stagemesh.shared.model.cuda.kernels import embed, rope_append
+from stagemesh.shared.model.rope import inverse_frequencies
+from stagemesh.shared.model.weights import LayerWeights, StageWeights
+
+Attend = Callable[[int, Tensor], Tensor]
+"""(layer of the stage, queries [T, heads, head_dim]) -> [T, heads, head_dim]; keys and values are in the pool."""
+
+
+class CudaStageModel:
+    """Layers `layers` on the current device; see `StageModel`, its twin on the CPU."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: LayerRange,
+        weights: StageWeights,
+        dtype: torch.dtype,
+        *,
+        first: bool,
+        last: bool,
+    ) -> None:
+        assert len(weights.layers) == len(layers), (layers, len(weights.layers))
+        self.config, self.layers, self.dtype, self.first, self.last = config, layers, dtype, first, last
+        self.weights = weights
+        positions = torch.arange(config.max_context, dtype=torch.float32)
+        angles = positions[:, None] * inverse_frequencies(config)
+        self._cos, self._sin = angles.cos().cuda(), angles.sin().cuda()
+
+    def embed(self, sources: Tensor, literals: Tensor, sampled: Tensor) -> Tensor:
+        """[T, hidden] of ids that are literal or that a step has sampled; see `kernels.embed`."""
+        assert self.weights.embedding is not None
+        return embed(sources, literals, sampled, self.weights.embedding)
+
+    def run_layers(
+        self, hidden: Tensor, positions: Tensor, slots: Tensor, pool: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """All layers over `hidden` [T, hidden], which is overwritten. Returns it and what is still to be added to it,
+        so that the last addition can be part of a norm."""
+        config, eps = self.config, self.config.rms_norm_eps
+        delta: Tensor | None = None
+        for index, layer in enumerate(self.weights.layers):
+            if delta is None:
+                normed = rmsnorm(hidden, layer.input_norm, eps)
+            else:
+                fused_add_rmsnorm(delta, hidden, layer.input_norm, eps)
+                normed = delta
+            qkv = linear(normed, layer.qkv, layer.qkv_bias)
+            query = rope_append(qkv, self._cos, self._sin, positions, slots, pool[:, index], config.num_heads)
+            attended = attend(index, query).view(len(hidden), -1)
+            delta = linear(attended, layer.output, layer.output_bias)
+            fused_add_rmsnorm(delta, hidden, layer.post_norm, eps)
+            delta = _mlp(delta, layer)
+        assert delta is not None
+        return hidden, delta
+
+    def logits(self, hidden: Tensor, delta: Tensor) -> Tensor:
+        """[R, vocab] in the stage's dtype, of rows [R, hidden] of what `run_layers` returned; both are overwritten."""
+        assert self.weights.norm is not None
+        assert self.weights.lm_head is not None
+        fused_add_rmsnorm(delta, hidden, self.weights.norm, self.config.rms_norm_eps)
+        return linear(delta, self.weights.lm_head)
+
+
+def _mlp(normed: Tensor, layer: LayerWeights) -> Tensor:
+    gate_up = linear(normed, layer.gate_up, layer.gate_up_bias)
+    return linear(silu_and_mul(gate_up), layer.down, layer.down_bias)

@@ -1,0 +1,118 @@
+"""Chunks of prompts on a GPU: no graph, since every chunk has another shape and takes long enough to be launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+from torch import Tensor
+
+from stagemesh.shared.model.cuda.layers import CudaStageModel
+
+WORKSPACE_BYTES: Final = 256 << 20
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """One chunk of B rows, T tokens. positions, slots: int64 [T]; query_lens, context_lens, page_counts: int64 [B];
+    pages: int64, those of all rows one after the other; wanted: int64 [R], tokens whose logits are asked for."""
+
+    positions: Ints
+    slots: Ints
+    query_lens: Ints
+    context_lens: Ints
+    page_counts: Ints
+    pages: Ints
+    wanted: Ints
+
+
+class PrefillForward:
+    """For one stream. Attention's plan of a chunk lies in pinned memory until the device has read it, so as many plans
+    are kept as there are steps outstanding: a step's is `number % num_slots`."""
+
+    def __init__(self, model: CudaStageModel, pool: Tensor, num_slots: int) -> None:
+        self._model, self._pool = model, pool
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        self._wrappers: list[Any] = [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in range(num_slots)]
+
+    def run(self, number: int, rows: ChunkRows, *, token_ids: Ints | None, hidden: Tensor | None) -> Tensor:
+        """Enqueues the planned chunk on the current stream. Takes ids [T] on the first stage, else `hidden`
+        [T, hidden], which is overwritten. Returns [T, hidden] or, on the last stage, logits [R, vocab]."""
+        model, wrapper = self._model, self._wrappers[number % len(self._wrappers)]
+        if token_ids is not None:
+            assert model.weights.embedding is not None
+            hidden = model.weights.embedding.index_select(0, sent(token_ids))
+        assert hidden is not None
+
+        def attend(layer: int, query: Tensor) -> Tensor:
+            view = self._pool[:, layer]
+            out: Tensor = wrapper.run(query, (view[:, 0], view[:, 1]))
+            return out
+
+        hidden, delta = model.run_layers(hidden, sent(rows.positions), sent(rows.slots), self._pool, attend)
+        if not model.last:
+            return hidden.add_(delta)
+        wanted = sent(rows.wanted)
+        return model.logits(hidden.index_select(0, wanted), delta.index_select(0, wanted))
+
+    def warm_up(self, most: int) -> None:
+        """Runs a small chunk and one of about `most` tokens, which write nothing, so that the first prompts find every
+        kernel loaded. On the current stream."""
+        model, longest = self._model, min(self._model.config.max_context, self._pool.shape[3] * len(self._pool))
+        for count in (min(16, most), most):
+            rows = _idle_rows(max(1, count // longest), min(count, longest), self._pool.shape[3])
+            tokens = len(rows.positions)
+            self.plan(0, rows)
+            hidden = torch.zeros(tokens, model.config.hidden_size, dtype=model.dtype, device="cuda")
+            self.run(0, rows, token_ids=np.zeros(tokens, dtype=np.int64) if model.first else None, hidden=hidden)
+
+    def plan(self, number: int, rows: ChunkRows) -> None:
+        """Prepares attention for the `run` of step `number`."""
+        config, page_size = self._model.config, self._pool.shape[3]
+        self._wrappers[number % len(self._wrappers)].plan(
+            _indptr(rows.query_lens),
+            _indptr(rows.page_counts),
+            _pinned(rows.pages.astype(np.int32)),
+            _pinned(((rows.context_lens - 1) % page_size + 1).astype(np.int32)),
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            page_size,
+            causal=True,
+            window_left=-1 if config.sliding_window is None else config.sliding_window - 1,
+            q_data_type=self._model.dtype,
+            kv_data_type=self._model.dtype,
+        )
+
+
+def sent(values: Ints) -> Tensor:
+    """The values on the device; the copy is enqueued, and the host does not wait."""
+    return _pinned(values).to("cuda", non_blocking=True)
+
+
+def _indptr(counts: Ints) -> Tensor:
+    return _pinned(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))
+
+
+def _pinned(values: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).pin_memory()
+
+
+def _idle_rows(num_rows: int, length: int, page_size: int) -> ChunkRows:
+    """Rows of `length` tokens that all read the first pages and write nothing."""
+    pages = -(-length // page_size)
+    each = np.full(num_rows, length)
+    return ChunkRows(
+        positions=np.tile(np.arange(length), num_rows),
+        slots=np.full(num_rows * length, -1),
+        query_lens=each,
+        context_lens=each,
+        page_counts=np.full(num_rows, pages),
+        pages=np.tile(np.arange(pages), num_rows),
+        wanted=np.cumsum(each) - 1,
+    )

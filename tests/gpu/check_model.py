@@ -1,0 +1,175 @@
+"""Numerics on a GPU: the bfloat16 engine against the float32 one on the CPU, with the same weights; graphs on and off;
+strided views in pools of more than 2^31 elements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stagemesh.shared.core.sampling import SamplingParams
+from stagemesh.shared.model.layers import allocate_pool
+from tests.gpu.models import PAGE, chunk, cpu_stage, cuda_stage, decode_step, join, open_small, run_cuda
+
+LENGTHS = (1, 5, 16, 17, 63, 64, 100, 300)
+NEW = 24
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(3, vocab_size, length).tolist() for length in LENGTHS]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_logits_follow_the_reference(tmp_path: Path, head_dim: int, graphs: bool) -> None:
+    """Teacher-forced with the reference's tokens, so that every step compares the same inputs."""
+    source = open_small(tmp_path, head_dim=head_dim)
+    texts = prompts(source.config.vocab_size)
+    num_pages = sum(-(-(len(p) + NEW) // PAGE) for p in texts)
+    reference = cpu_stage(source, num_pages=num_pages)
+    prefill, pool, stream = cuda_stage(source, "prefill", num_pages=num_pages)
+    decode, _, stream_2 = cuda_stage(source, "decode", num_pages=num_pages, graphs=graphs, pool=pool)
+    for runner in (reference, prefill, decode):
+        join(runner, texts, NEW)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    spy_cpu, spy_gpu = spies(reference, prefill, decode, seen)
+    step = chunk(1, texts)
+    ids = reference.run(step, hidden=None, sampled={}).tensor.tolist()
+    run_cuda(prefill, stream, step)
+    torch.cuda.synchronize()
+    for made in range(NEW - 1):
+        step = decode_step(made + 2, [len(p) + made for p in texts], ids)
+        ids = reference.run(step, hidden=None, sampled={}).tensor.tolist()
+        run_cuda(decode, stream_2, step)
+    assert len(spy_cpu) == len(spy_gpu) == NEW
+    errors, flips, near = [], 0, 0
+    for exact, ours in zip(spy_cpu, spy_gpu, strict=True):
+        errors.append(float((ours - exact).norm() / exact.norm()))
+        flipped = ours.argmax(-1) != exact.argmax(-1)
+        flips += int(flipped.sum())
+        top = exact.topk(2, dim=-1).values
+        gaps = (top[:, 0] - top[:, 1]) / top[:, 0].abs()
+        near += int((flipped & (gaps < 4 * 2**-8)).sum())
+    print(
+        f"head_dim {head_dim}, graphs {graphs}: relative error of logits {max(errors):.4f}, {flips} of "
+        f"{NEW * len(texts)} greedy ids differ, {near} of them near ties"
+    )
+    assert max(errors) < 0.03
+    assert flips == near
+
+
+def spies(reference, prefill, decode, seen):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Lists that collect the logits of the reference and of both GPU runners."""
+    exact: list[torch.Tensor] = []
+    ours: list[torch.Tensor] = []
+    forward = reference._model.forward
+
+    def keep(*arguments: object) -> torch.Tensor:
+        logits = forward(*arguments)
+        exact.append(logits.float().clone())
+        return logits
+
+    reference._model.forward = keep
+    run = prefill._chunks.run
+
+    def keep_chunk(*arguments: object, **named: object) -> torch.Tensor:
+        logits = run(*arguments, **named)
+        ours.append(logits.float().cpu())
+        return logits
+
+    prefill._chunks.run = keep_chunk
+    decoded = decode._graphs.run
+
+    def keep_decoded(*arguments: object):  # type: ignore[no-untyped-def]  # noqa: ANN202
+        output = decoded(*arguments)
+        ours.append(output.logits.float().cpu())
+        return output
+
+    decode._graphs.run = keep_decoded
+    return exact, ours
+
+
+def test_graphs_change_nothing(tmp_path: Path) -> None:
+    source = open_small(tmp_path)
+    texts = prompts(source.config.vocab_size)
+    num_pages = sum(-(-(len(p) + NEW) // PAGE) for p in texts)
+    made = []
+    for graphs in (True, False):
+        prefill, pool, stream = cuda_stage(source, "prefill", num_pages=num_pages)
+        decode, _, stream_2 = cuda_stage(source, "decode", num_pages=num_pages, graphs=graphs, pool=pool)
+        for runner in (prefill, decode):
+            join(runner, texts, NEW)
+        ids = [run_cuda(prefill, stream, chunk(1, texts)).tolist()]
+        for at in range(NEW - 1):
+            step = decode_step(at + 2, [len(p) + at for p in texts], ids[-1])
+            ids.append(run_cuda(decode, stream_2, step).tolist())
+        made.append(ids)
+    assert made[0] == made[1]
+
+
+def test_a_draw_is_the_cpus_draw(tmp_path: Path) -> None:
+    """The same logits give the same ids on both devices, whatever the row."""
+    from stagemesh.shared.engine.sampler import RowSampling, sample
+
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(32, 4096, generator=generator) * 3
+    rows = [RowSampling(0.7 + 0.02 * i, (0, 50)[i % 2], (1.0, 0.9)[i // 2 % 2], seed=i) for i in range(32)]
+    positions = list(range(100, 132))
+    assert sample(logits, rows, positions).tolist() == sample(logits.cuda(), rows, positions).cpu().tolist()
+
+
+def test_sampling_options_run(tmp_path: Path) -> None:
+    source = open_small(tmp_path)
+    texts = prompts(source.config.vocab_size)
+    num_pages = sum(-(-(len(p) + NEW) // PAGE) for p in texts)
+    params = SamplingParams(NEW, temperature=0.8, top_p=0.9, seed=5, min_tokens=4, eos_token_ids=(2,), logprobs=3)
+    made = []
+    for order in (texts, texts):
+        prefill, _, stream = cuda_stage(source, "prefill", num_pages=num_pages)
+        join(prefill, order, NEW, params)
+        with torch.cuda.stream(stream):
+            output = prefill.prepare(chunk(1, order))(None)
+        made.append(output.tensor.tolist())
+        assert all(len(told.top_ids) == 3 for told in output.logprobs.values())
+        assert len(output.logprobs) == len(texts)
+    assert made[0] == made[1]
+
+
+def test_pages_beyond_two_to_the_31_elements(tmp_path: Path) -> None:
+    """The same prompt in low pages and in pages whose elements lie beyond 2^31: the same ids, both kernels."""
+    source = open_small(tmp_path, num_hidden_layers=2)
+    each = 2 * 2 * PAGE * 2 * 64  # elements of a page
+    num_pages = 2**32 // each + 64
+    pool = allocate_pool(source.config, 2, num_pages, PAGE, torch.bfloat16, "cuda")
+    assert pool.numel() > 2**32
+    text = prompts(source.config.vocab_size)[-1]
+    made = []
+    for first in (0, num_pages - 40):
+        prefill, _, stream = cuda_stage(source, "prefill", num_pages=num_pages, pool=pool)
+        decode, _, stream_2 = cuda_stage(source, "decode", num_pages=num_pages, pool=pool)
+        for runner in (prefill, decode):
+            join(runner, [text], NEW)
+            runner._residents[1].pages = list(range(first, first + 40))
+        ids = run_cuda(prefill, stream, chunk(1, [text])).tolist()
+        for at in range(NEW - 1):
+            ids += run_cuda(decode, stream_2, decode_step(at + 2, [len(text) + at], ids[-1:])).tolist()
+        made.append(ids)
+    assert made[0] == made[1]
+
+
+def test_retracted_pages_come_back(tmp_path: Path) -> None:
+    from stagemesh.shared.engine.cuda_copier import CudaPageCopier
+
+    source = open_small(tmp_path)
+    pool = allocate_pool(source.config, 4, 64, PAGE, torch.bfloat16, "cuda")
+    pool.copy_(torch.randn(pool.shape, device="cuda"))
+    before = pool[[3, 9, 27]].clone()
+    copier = CudaPageCopier(pool)
+    saved = copier.save((3, 9, 27))()
+    pool.zero_()
+    torch.cuda.synchronize()
+    copier.load(saved, (40, 1, 2))()
+    assert torch.equal(pool[[40, 1, 2]], before)

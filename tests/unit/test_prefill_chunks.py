@@ -1,0 +1,55 @@
+"""When a prefill scheduler issues a chunk that is not full."""
+
+from __future__ import annotations
+
+from tests.support.prefill_events import finish
+from tests.support.prefill_prompt import SimPrompt
+from tests.support.prefill_sim import PrefillSim
+
+
+def announced(sim: PrefillSim, num_tokens: int) -> SimPrompt:
+    """A prompt that may start once it is `filled`."""
+    prompt = sim.submit(num_tokens)
+    sim.poll()
+    sim.reserved(prompt)
+    sim.poll()
+    return prompt
+
+
+def sizes(sim: PrefillSim) -> list[int]:
+    return [step.num_tokens for step in sim.chunks]
+
+
+def test_idle_stages_get_what_there_is() -> None:
+    sim = PrefillSim(num_stages=2, num_pages=40, chunk_size=8)
+    first, second, _ = (announced(sim, 3) for _ in range(3))
+    for prompt in (first, second):
+        sim.filled(prompt)
+        sim.poll()
+    assert sizes(sim) == [3, 3]
+
+
+def test_a_chunk_that_runs_ahead_waits_for_prompts_that_are_coming() -> None:
+    sim = PrefillSim(num_stages=2, num_pages=40, chunk_size=8)
+    prompts = [announced(sim, 3) for _ in range(5)]
+    for prompt in prompts[:2]:
+        sim.filled(prompt)
+        sim.poll()
+    sim.filled(prompts[2])
+    sim.poll()
+    assert sizes(sim) == [3, 3], "two more may fill it"
+    for prompt in prompts[3:]:
+        sim.filled(prompt)
+        sim.poll()
+    assert sizes(sim) == [3, 3, 8]
+    finish(sim)
+
+
+def test_a_chunk_that_runs_ahead_does_not_wait_for_nobody() -> None:
+    sim = PrefillSim(num_stages=2, num_pages=40, chunk_size=8)
+    prompts = [announced(sim, 3) for _ in range(3)]
+    for prompt in prompts:
+        sim.filled(prompt)
+        sim.poll()
+    assert sizes(sim) == [3, 3, 3]
+    finish(sim)

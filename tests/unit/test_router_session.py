@@ -1,0 +1,113 @@
+"""What a router sends to heads and to the broker gets there, whoever goes away and however far behind they are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from stagemesh.services.router import session as session_module
+from stagemesh.services.router.opening import Tickets
+from stagemesh.services.router.session import HeadSession
+from stagemesh.shared.codec.mesh import request_from_pb
+from stagemesh.shared.core.identity import InstanceRef, RequestRef
+from stagemesh.shared.core.sampling import SamplingParams
+from stagemesh.shared.engine.schedule.output import SequenceOutput
+from stagemesh.shared.errors import Exhausted, Retryable
+from stagemesh.shared.obs.log import Log
+from stagemesh.shared.pb import instance_pb2
+from tests.support.instances import PREFILL, instance_of
+
+
+class Nobody:
+    def on_output(self, output: SequenceOutput) -> None: ...
+
+
+def far_behind(monkeypatch: pytest.MonkeyPatch, most: int) -> HeadSession:
+    """A session whose head reads nothing."""
+    monkeypatch.setattr(session_module, "MAX_QUEUED", most)
+    log = Log(logging.getLogger(__name__))
+    session = HeadSession(instance_of("p", PREFILL), "router", lambda work: work.close(), log, lambda: None)
+    session.up = True
+    return session
+
+
+def submit(session: HeadSession, number: int) -> RequestRef:
+    ref = RequestRef("r", number)
+    params = SamplingParams(max_tokens=9)
+    session.submit(Nobody(), ref, params, prompt_tokens=1, token_ids=[1], ticket_id="t", decode_instance="d")
+    return ref
+
+
+def sent(session: HeadSession) -> list[instance_pb2.SessionUp]:
+    queue = session._outgoing
+    return [message for _ in range(queue.qsize()) if (message := queue.get_nowait()) is not None]
+
+
+def test_a_head_far_behind_gets_no_more_requests_but_every_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        session = far_behind(monkeypatch, most=3)
+        refs = [submit(session, number) for number in range(3)]
+        with pytest.raises(Exhausted, match="takes no more requests"):
+            submit(session, 4)
+        assert session.num_requests == 3
+        for ref in refs:
+            session.first_token(ref, 5)
+            session.abort(ref)
+            session.abort(ref)
+        session.close()
+        kinds = [(m.WhichOneof("kind"), m) for m in sent(session)]
+        aborts = [request_from_pb(message.abort.request) for kind, message in kinds if kind == "abort"]
+        assert aborts == refs
+        assert sum(kind == "first_token" for kind, _ in kinds) == 3
+
+    asyncio.run(run())
+
+
+class SlowBroker:
+    """Answers when told to."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.failed: list[str] = []
+
+    async def open_ticket(self, *what: Any) -> str:
+        return await self.answer
+
+    async def fail_ticket(self, ticket_id: str, reason: str, *, quiescent: bool = False) -> None:
+        self.failed.append(ticket_id)
+
+
+@pytest.mark.parametrize("goes_at", range(1, 6))
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_ticket_is_used_or_failed_whenever_the_client_goes_away(goes_at: int, fails: bool) -> None:
+    """`goes_at` is a turn of the loop; the broker answers in turn 1."""
+
+    async def run() -> None:
+        broker = SlowBroker()
+        async with asyncio.TaskGroup() as group:
+
+            def spawn(work: Coroutine[Any, Any, None]) -> object:
+                return group.create_task(work)
+
+            tickets = Tickets(broker, spawn)  # type: ignore[arg-type]
+            ref, instance = RequestRef("r", 1), InstanceRef("i", 1)
+            opening = asyncio.ensure_future(tickets.open(ref, instance, instance, 1, 1))
+            for turn in range(7):
+                if turn == 1 and fails:
+                    broker.answer.set_exception(Retryable("away"))
+                elif turn == 1:
+                    broker.answer.set_result("t")
+                if turn == goes_at:
+                    opening.cancel()
+                await asyncio.sleep(0)
+            try:
+                used = [await opening]
+            except (asyncio.CancelledError, Retryable):
+                used = []
+        assert [*used, *broker.failed] == ([] if fails else ["t"])
+
+    asyncio.run(run())
