@@ -1,32 +1,25 @@
-"""The broker as a process: the directory and the tickets behind gRPC.
-
-A head's Join stream is its presence: when it ends without a word, or is silent for LOST_AFTER_S, the instance is lost.
-"""
+"""The broker as a process: the directory and the tickets behind gRPC."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
-from stagemesh.services.broker.describe import ReportTimes, describe_instance, describe_ticket
-from stagemesh.services.broker.directory import Directory, flaw
-from stagemesh.services.broker.heads import Heads
+from stagemesh.services.broker.describe import describe_ticket
+from stagemesh.services.broker.members import Members
 from stagemesh.services.broker.tickets import Action, Close, Commit, TicketBook, WriterOutcome, spans_of
-from stagemesh.services.broker.watchers import Updates, Watchers
 from stagemesh.shared.codec.arrays import to_bytes
-from stagemesh.shared.codec.mesh import instance_from_pb, ref_from_pb, stage_to_pb
+from stagemesh.shared.codec.mesh import ref_from_pb, stage_to_pb
 from stagemesh.shared.config import Config
-from stagemesh.shared.core.directory import InstanceInfo, Role, mismatch
+from stagemesh.shared.core.directory import Role, mismatch
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.engine.schedule.stats import waits
-from stagemesh.shared.errors import Bug, Cancelled, PeerLost, ProtocolViolation, Rejected, Retryable, StagemeshError
+from stagemesh.shared.errors import Bug, Cancelled, PeerLost, ProtocolViolation, Rejected, StagemeshError
 from stagemesh.shared.fsm.ticket import TicketState
 from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.entry import Entry
@@ -45,9 +38,6 @@ from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.service import Child, run_service
 from stagemesh.shared.runtime.tasks import Tasks
 
-LOST_AFTER_S = 2.0
-ROUTER_GONE_AFTER_S = 5.0
-
 
 class BrokerService:
     """A `Service`, and the Broker service of the wire."""
@@ -56,13 +46,10 @@ class BrokerService:
         self._config, self._notifier, self._log = config, notifier, log
         self._tracer, self._lag, self._tasks = Tracer("broker"), LagSampler(), Tasks()
         self._monitor = Monitor(config.metrics, Identity("broker"), self, self._lag)
-        self._directory, self._heads = Directory(), Heads()
-        self._watchers = Watchers(self._directory)
+        self._members = Members(self._tasks, log, on_lost=self._lost, on_router_gone=self._router_gone)
         self._tickets = TicketBook(secrets.token_hex(4))
-        self._reports: dict[InstanceRef, ReportTimes] = {}
         self._reserving: dict[str, float] = {}  # ticket -> since when its pages are being asked for
         self._reserve_wait = waits()
-        self._routers: Counter[str] = Counter()  # streams of each that watches
         self._address: str | None = None
 
     @property
@@ -72,7 +59,7 @@ class BrokerService:
     async def start(self, stack: AsyncExitStack) -> list[Child]:
         stack.callback(self._tasks.close)
         await self._monitor.start(stack, self._notifier, self._log)
-        stack.push_async_callback(self._heads.close)
+        stack.push_async_callback(self._members.heads.close)
         inspect = InspectService(self, self._tracer, self._peers, metrics_address=self._monitor.address)
         server = Server({BROKER: self, INSPECT: inspect})
         self._address = await server.start(self._config.broker.listen)
@@ -87,77 +74,25 @@ class BrokerService:
     async def idle(self) -> None:
         """Tickets are the heads' business: they have drained before the broker is told to stop."""
 
-    # -- the directory --
+    # -- who is there --
 
     async def Join(self, reports: AsyncIterator[broker_pb2.InstanceReport], context: Any) -> None:  # noqa: N802
-        ref: InstanceRef | None = None
-        leaving = False
-        updates = self._watchers.add()
-        try:
-            async with asyncio.TaskGroup() as group:
-                sender = group.create_task(_send(updates, context))
-                while (report := await _next_report(reports)) is not None:
-                    info = instance_from_pb(report.info)
-                    ref, leaving = info.ref, report.leaving
-                    self._report(info)
-                sender.cancel()
-        finally:
-            self._watchers.remove(updates)
-            if ref is not None:
-                self._tasks.spawn(self._gone(ref, leaving=leaving))
+        await self._members.join(reports, context)
 
     async def Watch(  # noqa: N802
         self, request: broker_pb2.WatchRequest, context: Any
     ) -> AsyncIterator[broker_pb2.DirectoryUpdate]:
-        updates = self._watchers.add()
-        self._routers[request.router] += 1
-        try:
-            while (update := await updates.get()) is not None:
-                yield update
-        finally:
-            self._watchers.remove(updates)
-            self._routers[request.router] -= 1
-            self._tasks.spawn(self._router_gone(request.router))
+        async for update in self._members.watch(request.router):
+            yield update
 
-    async def _router_gone(self, router: str) -> None:
-        """A router whose stream has broken watches again within moments; one that does not is gone."""
-        await asyncio.sleep(ROUTER_GONE_AFTER_S)
-        if not self._routers[router]:
-            del self._routers[router]
-            self._carry_out(self._tickets.abandon(router))
-
-    def _report(self, info: InstanceInfo) -> None:
-        if (problem := flaw(info)) is not None:
-            raise ProtocolViolation(f"a report of {info.ref.name!r}: {problem}")
-        known = self._directory.get(info.ref)
-        change = self._directory.report(info)
-        if change is None:
-            raise ProtocolViolation(f"{info.ref} has been replaced by a later epoch")
-        if known is None:
-            self._heads.add(info)
-            self._log.info("an instance has joined", instance_name=info.ref.name, instance_epoch=info.ref.epoch)
-        now_s = time.monotonic()
-        self._reports.setdefault(info.ref, ReportTimes(now_s, now_s)).last_s = now_s
-        self._watchers.tell(change)
-        for replaced in change.removed:
-            self._lose(replaced)
-
-    async def _gone(self, ref: InstanceRef, *, leaving: bool) -> None:
-        change = self._directory.remove(ref)
-        if change is None:
-            return
-        said = self._log.info if leaving else self._log.warning
-        said("an instance has left" if leaving else "an instance is lost", instance_name=ref.name)
-        self._watchers.tell(change)
-        self._lose(ref)
-        await self._heads.remove(ref)
-
-    def _lose(self, ref: InstanceRef) -> None:
-        self._reports.pop(ref, None)
+    def _lost(self, ref: InstanceRef) -> None:
         self._carry_out(self._tickets.lose(ref))
 
+    def _router_gone(self, router: str) -> None:
+        self._carry_out(self._tickets.abandon(router))
+
     def _peers(self) -> Mapping[str, str]:
-        stages = {f"{info.ref.name}/{s.pp_rank}": s.address for info in self._directory for s in info.stages}
+        stages = {f"{info.ref.name}/{s.pp_rank}": s.address for info in self._members for s in info.stages}
         return {"broker": self._address or "", **stages}
 
     # -- tickets --
@@ -165,8 +100,8 @@ class BrokerService:
     async def OpenTicket(  # noqa: N802
         self, request: broker_pb2.OpenTicketRequest, context: Any
     ) -> broker_pb2.OpenTicketReply:
-        prefill = self._instance(ref_from_pb(request.prefill), Role.PREFILL)
-        decode = self._instance(ref_from_pb(request.decode), Role.DECODE)
+        prefill = self._members.of_role(ref_from_pb(request.prefill), Role.PREFILL)
+        decode = self._members.of_role(ref_from_pb(request.decode), Role.DECODE)
         if (difference := mismatch(prefill.manifest, decode.manifest)) is not None:
             raise Rejected("manifest", f"{prefill.ref} and {decode.ref} do not fit: {difference}")
         ref = RequestRef(request.request_id, request.attempt)
@@ -180,14 +115,14 @@ class BrokerService:
         remaining_s = context.time_remaining()
         since_s = self._reserving[ticket.ticket_id] = time.monotonic()
         try:
-            pages = await self._heads.reserve(ticket, RESERVE_TIMEOUT_S if remaining_s is None else remaining_s)
+            pages = await self._members.heads.reserve(ticket, RESERVE_TIMEOUT_S if remaining_s is None else remaining_s)
         finally:
             self._reserving.pop(ticket.ticket_id, None)
         self._reserve_wait.record(time.monotonic() - since_s)
         if ticket.state not in (TicketState.OPENED, TicketState.RESERVED):
             raise Cancelled(f"ticket {ticket.ticket_id} is closed: {ticket.reason}")
         self._tickets.reserved(ticket)
-        decode = self._directory.get(ticket.decode)
+        decode = self._members.get(ticket.decode)
         if decode is None:
             raise Cancelled(f"ticket {ticket.ticket_id}: {ticket.decode} is lost")
         return broker_pb2.ReserveReply(pages=to_bytes(pages), targets=[stage_to_pb(s) for s in decode.stages])
@@ -229,14 +164,6 @@ class BrokerService:
         self._carry_out(self._tickets.fail(ticket, request.reason, quiescent=request.quiescent))
         return broker_pb2.FailTicketReply()
 
-    def _instance(self, ref: InstanceRef, role: Role) -> InstanceInfo:
-        info = self._directory.get(ref)
-        if info is None:
-            raise Retryable(f"{ref} is not there (any more)")
-        if info.role is not role:
-            raise Rejected("instance", f"{ref} is a {info.role.value} instance, not {role.value}")
-        return info
-
     # -- what follows --
 
     def _carry_out(self, actions: list[Action]) -> None:
@@ -246,7 +173,7 @@ class BrokerService:
     async def _commit(self, action: Commit) -> None:
         ticket = action.ticket
         try:
-            await retry(lambda: self._heads.commit(action))
+            await retry(lambda: self._members.heads.commit(action))
         except PeerLost:
             return  # its tickets have failed with it
         self._tickets.release(ticket)
@@ -254,7 +181,7 @@ class BrokerService:
     async def _close(self, action: Close) -> None:
         ticket = action.ticket
         try:
-            quiescent = await retry(lambda: self._heads.close_ticket(action))
+            quiescent = await retry(lambda: self._members.heads.close_ticket(action))
         except PeerLost:
             return
         except StagemeshError as error:
@@ -277,36 +204,20 @@ class BrokerService:
     def gauges(self) -> Mapping[str, int]:
         states = {f"tickets_{state}": count for state, count in self._tickets.by_state().items()}
         outcomes = {f"closed_{outcome}": count for outcome, count in self._tickets.closed_by_outcome.items()}
-        return {**states, **outcomes, "instances": len(list(self._directory)), "watchers": len(self._watchers)}
+        return {**states, **outcomes, "instances": len(list(self._members)), "watchers": self._members.num_watchers}
 
     def measure(self) -> Iterator[Sample]:
-        roles = Counter(info.role.value for info in self._directory)
         yield from by_label(metrics.TICKETS, self._tickets.by_state())
         yield from by_label(metrics.TICKETS_CLOSED, self._tickets.closed_by_outcome)
-        yield from by_label(metrics.INSTANCES, {role.value: roles[role.value] for role in Role})
-        yield Sample(metrics.WATCHERS, len(self._watchers))
+        yield from by_label(metrics.INSTANCES, self._members.by_role)
+        yield Sample(metrics.WATCHERS, self._members.num_watchers)
         yield Sample(metrics.RESERVE_WAIT, self._reserve_wait.snapshot())
 
     def describe(self) -> Iterator[Entry]:
         now_s = time.monotonic()
         for ticket in self._tickets:
             yield describe_ticket(ticket, self._reserving, now_s)
-        for info in self._directory:
-            yield describe_instance(info, self._reports[info.ref], now_s)
-
-
-async def _next_report(reports: AsyncIterator[broker_pb2.InstanceReport]) -> broker_pb2.InstanceReport | None:
-    """None at the end of the stream, and when nothing has come for too long."""
-    try:
-        async with asyncio.timeout(LOST_AFTER_S):
-            return await anext(reports, None)
-    except TimeoutError:
-        return None
-
-
-async def _send(updates: Updates, context: Any) -> None:
-    while (update := await updates.get()) is not None:
-        await context.write(update)
+        yield from self._members.describe(now_s)
 
 
 def run(config: Config, instance: str | None = None, pp_rank: int | None = None) -> None:

@@ -17,7 +17,7 @@ from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 from stagemesh.shared.engine.schedule.describe import describe_decode
 from stagemesh.shared.engine.schedule.waiting import waiting
-from stagemesh.shared.errors import Cancelled, ProtocolViolation, StagemeshError
+from stagemesh.shared.errors import Cancelled, ProtocolViolation, Rejected, StagemeshError
 from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.metrics import Sample
@@ -83,11 +83,14 @@ class DecodeHead(Head):
             self._context.spawn(self._fail(ticket_id))
         self.wake()
 
-    def set_conservativeness(self, value: float) -> None:
-        """How much growth is expected of those that are admitted from now on. Raises Rejected outside the limits."""
+    def adjust(self, setting: str, value: float) -> float:
+        if setting != "schedule_conservativeness":
+            raise Rejected("setting", f"must be schedule_conservativeness, got {setting!r}")
+        previous = self._scheduler.schedule_conservativeness
         self._scheduler.schedule_conservativeness = value
-        self._context.log.info("growth is expected anew", schedule_conservativeness=value)
+        self._context.log.info("growth is expected anew", schedule_conservativeness=value, previous=previous)
         self.wake()
+        return previous
 
     # -- the broker's calls --
 

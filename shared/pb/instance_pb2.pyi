@@ -22,6 +22,30 @@ SEQUENCE_END_FAILED: SequenceEnd
 SEQUENCE_END_REJECTED: SequenceEnd
 SEQUENCE_END_RECOMPUTE: SequenceEnd
 
+class AdjustRequest(_message.Message):
+    __slots__ = ("setting", "value")
+    SETTING_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    setting: str
+    value: float
+    def __init__(self, setting: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+
+class AdjustReply(_message.Message):
+    __slots__ = ("previous",)
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    previous: float
+    def __init__(self, previous: _Optional[float] = ...) -> None: ...
+
+class FlushCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushCacheReply(_message.Message):
+    __slots__ = ("pages",)
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    pages: int
+    def __init__(self, pages: _Optional[int] = ...) -> None: ...
+
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "eos_token_ids", "stop_token_ids", "min_tokens", "min_p", "logprobs")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]

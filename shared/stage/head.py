@@ -15,7 +15,7 @@ from typing import Any
 from stagemesh.shared.core.commands import Command, Ints, RowLogprobs
 from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad
 from stagemesh.shared.core.identity import RequestRef
-from stagemesh.shared.errors import ProtocolViolation
+from stagemesh.shared.errors import ProtocolViolation, Rejected
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.obs.metrics import Sample
@@ -98,6 +98,17 @@ class Head(ABC):
     async def CloseTicket(  # noqa: N802
         self, request: instance_pb2.CloseTicketRequest, context: Any
     ) -> instance_pb2.CloseTicketReply: ...
+
+    # -- what operators bring --
+
+    def adjust(self, setting: str, value: float) -> float:
+        """Changes a setting until the instance is started again. Returns what it was. Raises Rejected for a setting
+        that there is not, or a value out of its limits."""
+        raise Rejected("setting", f"{self._context.info.role.value} instances have none named {setting!r}")
+
+    def flush_cache(self) -> int:
+        """Evicts the cached pages that nobody uses, and returns how many. Raises Rejected where nothing is cached."""
+        raise Rejected("instance", f"{self._context.info.role.value} instances cache no prompts")
 
     def _check_epoch(self, epoch: int) -> None:
         """Raises ProtocolViolation for a call that means an earlier life of this instance."""

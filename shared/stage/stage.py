@@ -35,6 +35,7 @@ from stagemesh.shared.stage.connect import Connector, Upstream
 from stagemesh.shared.stage.describe import StageNames
 from stagemesh.shared.stage.executors import make_executor
 from stagemesh.shared.stage.head import INSTANCE, Head, HeadContext
+from stagemesh.shared.stage.head_rpcs import HeadRpcs
 from stagemesh.shared.stage.kv_sender import KvSender, PoolLayout
 from stagemesh.shared.stage.lead import Lead, new_epoch
 from stagemesh.shared.stage.node import StageNode
@@ -105,7 +106,7 @@ class StageService:
         slots = parts.inbox_spec if receiver is None else receiver.spec
         self._connector = Connector(self._instance.name, self._pp_rank, self._instance.pp_size, parts.manifest, slots)
         inspect = InspectService(self, self._tracer, metrics_address=self._monitor.address)
-        server = Server({STAGE_LINK: self, INSTANCE: self, INSPECT: inspect})
+        server = Server({STAGE_LINK: self, INSTANCE: HeadRpcs(self._head), INSPECT: inspect})
         await server.start(own.address)
         stack.push_async_callback(server.stop)
         self._notifier.status("connecting the stages")
@@ -249,19 +250,6 @@ class StageService:
         assert self._ring_in is not None
         return await self._ring_in.accept(messages)
 
-    async def Session(self, messages: Any, context: Any) -> None:  # noqa: N802
-        await self._head.serve_session(messages, context)
-
-    async def ReservePages(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return await self._head.ReservePages(request, context)
-
-    async def CommitTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return await self._head.CommitTicket(request, context)
-
-    async def CloseTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return await self._head.CloseTicket(request, context)
-
-    @property
     def _head(self) -> Head:
         """Raises Retryable where there is none, or not yet."""
         if self._lead is None:

@@ -167,12 +167,16 @@ def test_a_request_older_than_time_is_a_violation(waited_s: float) -> None:
 
 def test_conservativeness_can_be_set_while_it_runs() -> None:
     async def follow(case: Case) -> None:
-        case.head.set_conservativeness(0.1)
+        assert case.head.adjust("schedule_conservativeness", 0.1) == 1.0
         assert case.scheduler.schedule_conservativeness == 0.1
         for wrong in (-0.1, 10.1, math.nan):
             with pytest.raises(Rejected, match="schedule_conservativeness"):
-                case.head.set_conservativeness(wrong)
+                case.head.adjust("schedule_conservativeness", wrong)
         assert case.scheduler.schedule_conservativeness == 0.1
+        with pytest.raises(Rejected, match="setting: must be schedule_conservativeness, got 'max_running'"):
+            case.head.adjust("max_running", 3)
+        with pytest.raises(Rejected, match="decode instances cache no prompts"):
+            case.head.flush_cache()
 
     with_case(follow)
 

@@ -52,10 +52,10 @@ class Caller:
     def __init__(self) -> None:
         config = cast("Any", SimpleNamespace(metrics=MetricsSection()))
         self.broker, self.heads = BrokerService(config, Notifier(None), Log(logging.getLogger("test"))), Heads()
-        self.broker._heads = cast("Any", self.heads)
+        self.broker._members.heads = cast("Any", self.heads)
         pair = instance_of("p", PREFILL), instance_of("d", DECODE)
         for info in pair:
-            self.broker._report(info)
+            self.broker._members._report(info)
         self.open = broker_pb2.OpenTicketRequest(
             request_id="r", prefill=ref_to_pb(pair[0].ref), decode=ref_to_pb(pair[1].ref), prompt_tokens=8, max_tokens=4
         )

@@ -1,0 +1,62 @@
+"""Commands that change a running mesh: `set` a scheduler's setting, `flush-cache` of a prefill instance."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stagemesh.shared.cli.generate import DEFAULT_ROUTER, RouterOption
+from stagemesh.shared.errors import Rejected
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+CALL_TIMEOUT_S = 10.0
+InstanceArgument = Annotated[str, typer.Argument(help="Its name, such as decode-0.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands to `app`."""
+    app.command("set", help="Change a setting of an instance until it is started again.")(set_)
+    app.command("flush-cache", help="Evict the cached prompt pages that nobody uses from a prefill instance.")(flush)
+
+
+def set_(
+    instance: InstanceArgument,
+    setting: Annotated[str, typer.Argument(help="schedule_conservativeness of a decode instance.")],
+    value: Annotated[float, typer.Argument()],
+    router: RouterOption = DEFAULT_ROUTER,
+) -> None:
+    """Prints the value before and after."""
+    from stagemesh.shared.pb import instance_pb2
+    from stagemesh.shared.runtime.loop import run
+
+    request = instance_pb2.AdjustRequest(setting=setting, value=value)
+    reply = run(_ask_head(router, instance, "Adjust", request))
+    print(f"{instance}: {setting} {reply.previous:g} -> {value:g}")
+
+
+def flush(instance: InstanceArgument, router: RouterOption = DEFAULT_ROUTER) -> None:
+    """Prints how many pages are free now that were cached."""
+    from stagemesh.shared.pb import instance_pb2
+    from stagemesh.shared.runtime.loop import run
+
+    reply = run(_ask_head(router, instance, "FlushCache", instance_pb2.FlushCacheRequest()))
+    print(f"{instance}: {reply.pages} pages evicted")
+
+
+async def _ask_head(router: str, instance: str, method: str, request: Message) -> Any:
+    """The answer of the instance's head. Raises Rejected if the router knows no such instance."""
+    from stagemesh.shared.pb import inspect_pb2
+    from stagemesh.shared.rpc.client import Client
+    from stagemesh.shared.rpc.inspect import INSPECT
+    from stagemesh.shared.stage.head import INSTANCE
+
+    async with Client(router, INSPECT, wait=False) as client:
+        reply = await client.call("Peers", inspect_pb2.PeersRequest(), timeout_s=CALL_TIMEOUT_S)
+    heads = {peer.name.removesuffix("/0"): peer.address for peer in reply.peers if peer.name.endswith("/0")}
+    if instance not in heads:
+        raise Rejected("instance", f"no instance is named {instance!r}; there are {', '.join(sorted(heads))}")
+    async with Client(heads[instance], INSTANCE) as client:
+        return await client.call(method, request, timeout_s=CALL_TIMEOUT_S)

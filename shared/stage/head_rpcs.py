@@ -1,0 +1,38 @@
+"""The Instance service of a stage: answered by its head where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stagemesh.shared.pb import instance_pb2
+from stagemesh.shared.stage.head import Head
+
+
+class HeadRpcs:
+    """`head` raises Retryable on a stage that hosts none, or not yet."""
+
+    def __init__(self, head: Callable[[], Head]) -> None:
+        self._head = head
+
+    async def Session(self, messages: Any, context: Any) -> None:  # noqa: N802
+        await self._head().serve_session(messages, context)
+
+    async def ReservePages(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return await self._head().ReservePages(request, context)
+
+    async def CommitTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return await self._head().CommitTicket(request, context)
+
+    async def CloseTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return await self._head().CloseTicket(request, context)
+
+    async def Adjust(  # noqa: N802
+        self, request: instance_pb2.AdjustRequest, context: Any
+    ) -> instance_pb2.AdjustReply:
+        return instance_pb2.AdjustReply(previous=self._head().adjust(request.setting, request.value))
+
+    async def FlushCache(  # noqa: N802
+        self, request: instance_pb2.FlushCacheRequest, context: Any
+    ) -> instance_pb2.FlushCacheReply:
+        return instance_pb2.FlushCacheReply(pages=self._head().flush_cache())
