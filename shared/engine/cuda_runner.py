@@ -16,24 +16,23 @@ from torch import Tensor
 from stagemesh.shared.core.commands import (
     COUNT,
     FLAGS,
-    FROM_STEP,
     HANDLE,
     NO_LOGPROBS,
     SAMPLE,
-    SOURCE_ROW,
-    SOURCE_STEP,
     START,
     Ints,
     RowLogprobs,
     Step,
     TokenLogprobs,
 )
+from stagemesh.shared.engine.device_rows import chunk_rows, decode_rows
 from stagemesh.shared.engine.host_copies import HostCopies
 from stagemesh.shared.engine.runner import StageRunner
 from stagemesh.shared.engine.sampler import log_probabilities, sample
-from stagemesh.shared.model.cuda.decode import DecodeGraphs, DecodeOutput, DecodeRows
+from stagemesh.shared.model.cuda.decode import DecodeGraphs, DecodeOutput
 from stagemesh.shared.model.cuda.layers import CudaStageModel
-from stagemesh.shared.model.cuda.prefill import ChunkRows, PrefillForward
+from stagemesh.shared.model.cuda.prefill import PrefillForward
+from stagemesh.shared.model.cuda.rows import ChunkRows
 
 if TYPE_CHECKING:
     from stagemesh.shared.model.layers import StageModel
@@ -71,10 +70,13 @@ class CudaStageRunner(StageRunner):
         `hidden` [tokens, hidden] of the previous stage is overwritten; decode takes it from its slot instead."""
         with torch.inference_mode():
             if self._graphs is not None:
-                self._graphs.prepare(step.number, self._decode_rows(step))
+                self._graphs.prepare(
+                    step.number,
+                    decode_rows(step, self._pages, self._page_size, num_slots=self._num_slots, max_rows=self._max_rows),
+                )
                 return partial(self._decode, self._graphs, step)
             assert self._chunks is not None
-            rows = self._chunk_rows(step)
+            rows = chunk_rows(step, self._pages, self._page_size)
             self._chunks.plan(step.number, rows)
             return partial(self._prefill, self._chunks, step, rows)
 
@@ -131,37 +133,5 @@ class CudaStageRunner(StageRunner):
         told = log_probabilities(exact[at], drawn[at].tolist(), list(asking.values()))
         return Enqueued(ids, {int(wanted[r]): TokenLogprobs(*t) for r, t in zip(at, told, strict=True)})
 
-    def _decode_rows(self, step: Step) -> DecodeRows:
-        rows, page_size = step.rows, self._page_size
-        positions = rows[:, START]
-        counts = positions // page_size + 1
-        pages = self._pages(rows, counts)
-        firsts = np.cumsum(counts) - counts
-        pointing = (rows[:, FLAGS] & FROM_STEP) != 0
-        sources = np.where(pointing, rows[:, SOURCE_STEP] % self._num_slots * self._max_rows + rows[:, SOURCE_ROW], -1)
-        literals = np.zeros(len(rows), dtype=np.int64)
-        literals[~pointing] = step.tokens
-        slots = pages[firsts + counts - 1] * page_size + positions % page_size
-        as_int32 = (sources, literals, positions, slots, counts, positions % page_size + 1, pages)
-        return DecodeRows(*(values.astype(np.int32) for values in as_int32))
-
-    def _chunk_rows(self, step: Step) -> ChunkRows:
-        rows, page_size = step.rows, self._page_size
-        starts, lengths = rows[:, START], rows[:, COUNT]
-        contexts = starts + lengths
-        counts = (contexts - 1) // page_size + 1
-        pages = self._pages(rows, counts)
-        ends = np.cumsum(lengths)
-        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths) + np.repeat(starts, lengths)
-        firsts = np.repeat(np.cumsum(counts) - counts, lengths)
-        slots = pages[firsts + positions // page_size] * page_size + positions % page_size
-        wanted = (ends - 1)[(rows[:, FLAGS] & SAMPLE) != 0]
-        return ChunkRows(positions, slots, lengths, contexts, counts, pages, wanted)
-
-    def _pages(self, rows: Ints, counts: Ints) -> Ints:
-        """The first `counts[r]` pages of each row's sequence, one after the other."""
-        flat: list[int] = []
-        ends = (rows[:, START] + rows[:, COUNT]).tolist()
-        for handle, count, end in zip(rows[:, HANDLE].tolist(), counts.tolist(), ends, strict=True):
-            flat += self._runnable(handle, end).pages[:count]
-        return np.array(flat, dtype=np.int64)
+    def _pages(self, handle: int, end: int) -> list[int]:
+        return self._runnable(handle, end).pages

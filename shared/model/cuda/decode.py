@@ -15,30 +15,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from torch import Tensor
 
 from stagemesh.shared.model.cuda.layers import CudaStageModel
+from stagemesh.shared.model.cuda.rows import DecodeRows, buckets_up_to
 
 WORKSPACE_BYTES: Final = 256 << 20
-Int32s = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """One step of B rows of one token. sources: int32 [B], flat places of `sampled` or -1; literals, positions, slots:
-    int32 [B]; page_counts, last_lengths: int32 [B], pages of each row and tokens in its last one; pages: int32, those
-    of all rows one after the other."""
-
-    sources: Int32s
-    literals: Int32s
-    positions: Int32s
-    slots: Int32s
-    page_counts: Int32s
-    last_lengths: Int32s
-    pages: Int32s
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +33,6 @@ class DecodeOutput:
     hidden: Tensor | None = None
     logits: Tensor | None = None
     greedy: Tensor | None = None
-
-
-def buckets_up_to(most: int) -> tuple[int, ...]:
-    """Batch sizes to capture: close together where steps are short, and the most itself."""
-    sizes = [1, 2, 4, *range(8, min(most, 64), 8), *range(64, min(most, 256), 16), *range(256, most, 32), most]
-    return tuple(sorted({size for size in sizes if size <= most}))
 
 
 class DecodeGraphs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -12,23 +11,9 @@ from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
 from stagemesh.shared.model.cuda.layers import CudaStageModel
+from stagemesh.shared.model.cuda.rows import ChunkRows, Ints
 
 WORKSPACE_BYTES: Final = 256 << 20
-Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRows:
-    """One chunk of B rows, T tokens. positions, slots: int64 [T]; query_lens, context_lens, page_counts: int64 [B];
-    pages: int64, those of all rows one after the other; wanted: int64 [R], tokens whose logits are asked for."""
-
-    positions: Ints
-    slots: Ints
-    query_lens: Ints
-    context_lens: Ints
-    page_counts: Ints
-    pages: Ints
-    wanted: Ints
 
 
 class PrefillForward:
