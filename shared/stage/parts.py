@@ -87,7 +87,7 @@ def build_parts(
     if not on_gpu:
         _check_fits(config, source, layers, num_pages, dtype, log, first=first, last=last)
 
-    told = _Tenths(progress, "loading weights")
+    told = _Quarters(progress, "loading weights")
     device = config.model.device
     weights = source.load(layers, dtype, first=first, last=last, device=device, progress=told)
     pool = allocate_pool(model_config, len(layers), num_pages, config.engine.page_size, dtype, device)
@@ -145,25 +145,25 @@ def _build_runner(
         pool,
         dtype,
         limits,
-        _Tenths(progress, "capturing CUDA graphs"),
+        _Quarters(progress, "capturing CUDA graphs"),
         pp_size=instance.pp_size,
         first=first,
         last=last,
     )
 
 
-class _Tenths:
-    """Says how far the loading is, at most ten times."""
+class _Quarters:
+    """Says how far it is, at the start and at most four times more."""
 
     def __init__(self, say: Callable[[str], None], what: str) -> None:
         self._say, self._said, self._what = say, 0, what
         say(what)
 
     def __call__(self, done: int, total: int) -> None:
-        tenths = 10 * done // total
-        if tenths > self._said:
-            self._said = tenths
-            self._say(f"{self._what}, {tenths}0%")
+        quarters = 4 * done // total
+        if quarters > self._said:
+            self._said = quarters
+            self._say(f"{self._what}, {25 * quarters}%")
 
 
 def pool_pages(

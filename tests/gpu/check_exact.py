@@ -1,5 +1,5 @@
-"""Greedy answers of meshes on GPUs against `transformers` in bfloat16 on the same GPU: the same tokens but at near ties,
-which are where the reference's two best logits are within two steps of bfloat16."""
+"""Greedy answers of meshes on GPUs against `transformers` in bfloat16 on the same GPU: the same tokens but where there
+is a near tie: where the two best logits of the reference are within two steps of bfloat16."""
 
 from __future__ import annotations
 
