@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from stagemesh.shared.cli import bench, dump, generate, inspect, serve, steer, up
+from stagemesh.shared.cli import bench, dump, generate, inspect, profile, serve, steer, up
 from stagemesh.shared.errors import StagemeshError
 
 
@@ -20,7 +20,7 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
-    for module in (up, generate, bench, inspect, dump, steer, serve):
+    for module in (up, generate, bench, inspect, dump, profile, steer, serve):
         module.register(app)
     return app
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
-from stagemesh.shared.errors import Bug
+from stagemesh.shared.errors import Bug, Rejected
 from stagemesh.shared.obs.entry import Entry, encode_entries
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.pb import inspect_pb2
@@ -45,9 +46,11 @@ class InspectService:
         peers: Callable[[], Mapping[str, str]] | None = None,
         *,
         metrics_address: str = "",
+        profile: Callable[[float], Awaitable[Path]] | None = None,
     ) -> None:
+        """`profile` records so many seconds into a file; None where there is nothing to be seen."""
         self._subject, self._tracer, self._peers = subject, tracer, peers
-        self._metrics_address = metrics_address
+        self._metrics_address, self._profile = metrics_address, profile
 
     async def Check(self, request: inspect_pb2.CheckRequest, context: Any) -> inspect_pb2.CheckReply:  # noqa: N802
         violation = ""
@@ -69,3 +72,10 @@ class InspectService:
 
     async def Dump(self, request: inspect_pb2.DumpRequest, context: Any) -> inspect_pb2.DumpReply:  # noqa: N802
         return inspect_pb2.DumpReply(entries=encode_entries(list(self._subject.describe())))
+
+    async def Profile(  # noqa: N802
+        self, request: inspect_pb2.ProfileRequest, context: Any
+    ) -> inspect_pb2.ProfileReply:
+        if self._profile is None:
+            raise Rejected("process", "only stages can be profiled")
+        return inspect_pb2.ProfileReply(path=str(await self._profile(request.seconds)))

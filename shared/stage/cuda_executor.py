@@ -76,6 +76,7 @@ class CudaStageExecutor(StageExecutor):
             tracer=tracer,
             prepare_thread=partial(torch.cuda.set_stream, stream),
         )
+        self._is_first = first
         self._cuda_runner, self._stream = runner, stream
         self._inbox, self._outbox = inbox, outbox
         self._first, self._last, self._hidden_size = first, last, hidden_size

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -37,6 +38,14 @@ class Onwards(Protocol):
     def applied(self, number: int) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """Something else for the forward thread to do between two commands."""
+
+    work: Callable[[], object]
+    done: asyncio.Future[None]
+
+
 class StageExecutor:
     """`receiver` is None on the first stage, `sender` on the last, `kv` on decode stages. `prepare_thread`
     is called once on the forward thread."""
@@ -57,7 +66,8 @@ class StageExecutor:
         self._prepare_thread = prepare_thread
         self._receiver, self._sender, self._kv = receiver, sender, kv
         self._spawn, self._tracer = spawn, tracer
-        self._queue: asyncio.Queue[Command | int] = asyncio.Queue()  # bounded by the head's steps outstanding
+        self._is_first = receiver is None
+        self._queue: asyncio.Queue[Command | int | Errand] = asyncio.Queue()  # bounded by the head's steps outstanding
         self._arrived: dict[int, int] = {}  # step -> its tokens in the ring
         self._sampled: dict[int, Ints] = {}  # step -> its ids, while a later step may point at them
         self._news = asyncio.Event()
@@ -103,6 +113,12 @@ class StageExecutor:
         """Every stage before this one has applied the commands up to `number`, which are all in the queue."""
         self._queue.put_nowait(number)
 
+    async def between_steps(self, work: Callable[[], object]) -> None:
+        """Runs `work` on the forward thread, when the commands before it are through. Raises what it raises."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(Errand(work, done))
+        await done
+
     async def run(self) -> None:
         """A child of the stage: runs until cancelled."""
         loop = asyncio.get_running_loop()
@@ -111,14 +127,26 @@ class StageExecutor:
                 item = await self._queue.get()
                 if isinstance(item, int):
                     self._onwards.applied(item)
+                elif isinstance(item, Errand):
+                    await self._run_errand(item, loop, worker)
                 elif item.step is None:
                     await loop.run_in_executor(worker, self._runner.apply, item)
                     self._after(item)
-                    if self._receiver is None:
+                    if self._is_first:
                         self._onwards.applied(item.number)
                 else:
                     await self._run_step(item, item.step, loop, worker)
                 self._rest()
+
+    async def _run_errand(self, errand: Errand, loop: asyncio.AbstractEventLoop, worker: ThreadPoolExecutor) -> None:
+        try:
+            await loop.run_in_executor(worker, errand.work)
+        except Exception as error:  # it is the asker's, not the stage's
+            if not errand.done.done():
+                errand.done.set_exception(error)
+        else:
+            if not errand.done.done():
+                errand.done.set_result(None)
 
     def _rest(self) -> None:
         """Nothing is being run. Commands and residents mean work, if not for this stage now."""

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 from stagemesh.shared.config import Config
@@ -40,6 +41,7 @@ from stagemesh.shared.stage.kv_sender import KvSender, PoolLayout
 from stagemesh.shared.stage.lead import Lead, new_epoch
 from stagemesh.shared.stage.node import StageNode
 from stagemesh.shared.stage.parts import StageLimits, StageParts, build_parts
+from stagemesh.shared.stage.profile import StageProfiler
 from stagemesh.shared.stage.report import WriterReports
 from stagemesh.shared.stage.ring import STAGE_LINK, RingIn, RingOut
 from stagemesh.shared.transfer.backends import open_endpoint
@@ -77,6 +79,7 @@ class StageService:
         self._connector: Connector | None = None
         self._connected = asyncio.Event()
         self._lead: Lead | None = None
+        self._profiler: StageProfiler | None = None
         self._server: Server | None = None
 
     @property
@@ -105,7 +108,7 @@ class StageService:
         receiver = None if parts.first or parts.device is not None else self._make_receiver(endpoint, parts)
         slots = parts.inbox_spec if receiver is None else receiver.spec
         self._connector = Connector(self._instance.name, self._pp_rank, self._instance.pp_size, parts.manifest, slots)
-        inspect = InspectService(self, self._tracer, metrics_address=self._monitor.address)
+        inspect = InspectService(self, self._tracer, metrics_address=self._monitor.address, profile=self._profile)
         server = Server({STAGE_LINK: self, INSTANCE: HeadRpcs(self._head), INSPECT: inspect})
         await server.start(own.address)
         stack.push_async_callback(server.stop)
@@ -157,6 +160,8 @@ class StageService:
         ref = InstanceRef(self._instance.name, upstream.epoch)
         ring = self._ring_out
         self._node = self._make_node(parts, endpoint, receiver, spec, ring, BrokerClient(broker), ref)
+        directory, stage = Path(self._config.mesh.run_dir), f"{self._instance.name}.{self._pp_rank}"
+        self._profiler = StageProfiler(self._node.executor, directory, stage)
         children: list[Child] = [self._node.executor.run()]
         if next_stage is None:
             stages: tuple[StageInfo, ...] = (own,)
@@ -221,6 +226,11 @@ class StageService:
         )
         rank, runner, last = self._pp_rank, parts.runner, parts.last
         return StageNode(rank, runner=runner, executor=executor, ring=ring, tasks=self._tasks, kv=kv, last=last)
+
+    async def _profile(self, seconds: float) -> Path:
+        if self._profiler is None:
+            raise Retryable("the stage is not up yet")
+        return await self._profiler.record(seconds)
 
     def _settled(self, ticket_id: str, pp_rank: int) -> None:
         assert self._node is not None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,7 @@ from tests.support.running import RunningMesh, running_mesh
 from tests.support.tiny_models import make_tiny
 
 pytestmark = pytest.mark.slow
+ENVIRON = {**os.environ, "PYTHONPATH": ".ns"}
 PROMPT = [(7 * n) % 300 + 4 for n in range(100)]
 
 
@@ -28,15 +31,13 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningMesh]:
         yield running
 
 
+def command(mesh: RunningMesh, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "stagemesh.shared.cli.main", *arguments, "--router", mesh.router]
+
+
 def stagemesh(mesh: RunningMesh, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "stagemesh.shared.cli.main", *arguments, "--router", mesh.router],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": ".ns"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        command(mesh, *arguments), cwd=ROOT, env=ENVIRON, capture_output=True, text=True, timeout=60, check=False
     )
 
 
@@ -81,3 +82,44 @@ def test_a_flushed_cache_is_empty_and_answers_stay_the_same(mesh: RunningMesh) -
     assert after.finished is not None
     assert after.finished.usage.cached_tokens == 0
     assert after.token_ids == before.token_ids
+
+
+def test_a_profile_shows_the_forward_passes_of_every_stage(mesh: RunningMesh) -> None:
+    """Recorded while the mesh answers."""
+
+    async def ask_meanwhile() -> list[str]:
+        recording = await asyncio.create_subprocess_exec(
+            *command(mesh, "profile", "decode-0", "--seconds", "2"),
+            cwd=ROOT,
+            env=ENVIRON,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        reading = asyncio.ensure_future(recording.communicate())
+        while not reading.done():
+            await ask(mesh)
+        said, _ = await reading
+        assert recording.returncode == 0
+        return said.decode().splitlines()
+
+    lines = asyncio.run(ask_meanwhile())
+    assert [line.partition(": ")[0] for line in lines] == ["decode-0/0", "decode-0/1"]
+    for line in lines:
+        path = Path(line.partition(": ")[2])
+        names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+        assert "aten::index_copy_" in names, "keys and values are written in every forward pass"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("profile", "decode-0", "--seconds", "0"), "seconds: must be over 0 and at most 60, got 0"),
+        (("profile", "decode-0", "--seconds", "61"), "seconds: must be over 0 and at most 60, got 61"),
+        (("profile", "router"), "no instance is named 'router'; there are decode-0, prefill-0"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused_by_name(
+    mesh: RunningMesh, arguments: tuple[str, ...], message: str
+) -> None:
+    finished = stagemesh(mesh, *arguments)
+    assert finished.returncode == 2
+    assert message in finished.stderr
