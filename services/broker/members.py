@@ -27,6 +27,7 @@ from stagemesh.shared.runtime.tasks import Tasks
 
 LOST_AFTER_S = 2.0
 ROUTER_GONE_AFTER_S = 5.0
+LEFT = "it has left"
 
 
 class Members:
@@ -66,20 +67,21 @@ class Members:
     async def join(self, reports: AsyncIterator[broker_pb2.InstanceReport], context: Any) -> None:
         """A head's stream, to its end."""
         ref: InstanceRef | None = None
-        leaving = False
+        leaving, why = False, "its stream has broken"
         updates = self._watchers.add()
         try:
             async with asyncio.TaskGroup() as group:
                 sender = group.create_task(_send(updates, context))
-                while (report := await _next_report(reports)) is not None:
+                while not isinstance(report := await _next_report(reports), Silence | None):
                     info = instance_from_pb(report.info)
                     ref, leaving = info.ref, report.leaving
                     self._report(info)
+                why = "it is silent" if isinstance(report, Silence) else "its stream has ended"
                 sender.cancel()
         finally:
             self._watchers.remove(updates)
             if ref is not None:
-                self._tasks.spawn(self._gone(ref, leaving=leaving))
+                self._tasks.spawn(self._gone(ref, why=LEFT if leaving else why))
 
     async def watch(self, router: str) -> AsyncIterator[broker_pb2.DirectoryUpdate]:
         """A router's stream, to its end."""
@@ -115,12 +117,12 @@ class Members:
         for replaced in change.removed:
             self._lose(replaced)
 
-    async def _gone(self, ref: InstanceRef, *, leaving: bool) -> None:
+    async def _gone(self, ref: InstanceRef, *, why: str) -> None:
         change = self._directory.remove(ref)
         if change is None:
             return
-        said = self._log.info if leaving else self._log.warning
-        said("an instance has left" if leaving else "an instance is lost", instance_name=ref.name)
+        said = self._log.info if why == LEFT else self._log.warning
+        said("an instance is gone", instance_name=ref.name, instance_epoch=ref.epoch, reason=why)
         self._watchers.tell(change)
         self._lose(ref)
         await self.heads.remove(ref)
@@ -144,13 +146,19 @@ class Members:
         return (describe_instance(info, self._reports[info.ref], now_s) for info in self._directory)
 
 
-async def _next_report(reports: AsyncIterator[broker_pb2.InstanceReport]) -> broker_pb2.InstanceReport | None:
-    """None at the end of the stream, and when nothing has come for too long."""
+class Silence:
+    """Nothing has come for LOST_AFTER_S."""
+
+
+async def _next_report(
+    reports: AsyncIterator[broker_pb2.InstanceReport],
+) -> broker_pb2.InstanceReport | Silence | None:
+    """None at the end of the stream."""
     try:
         async with asyncio.timeout(LOST_AFTER_S):
             return await anext(reports, None)
     except TimeoutError:
-        return None
+        return Silence()
 
 
 async def _send(updates: Updates, context: Any) -> None:
