@@ -60,6 +60,7 @@ class Heads:
             reason=action.ticket.reason,
             quiesced=action.quiesced,
             epoch=action.instance.epoch,
+            lost=action.ticket.lost,
         )
         reply = await self._client(action.instance).call("CloseTicket", request, timeout_s=CALL_TIMEOUT_S)
         return bool(reply.quiescent)

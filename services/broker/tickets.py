@@ -73,6 +73,7 @@ class Ticket:
     since_s: float = field(default_factory=time.monotonic)  # in this state
     taken_back: bool = False  # pages that it had
     reason: str = ""
+    lost: bool = True  # once it has failed: not by a fault that the request would meet again
     outcomes: dict[int, WriterOutcome] = field(default_factory=dict)
 
     def move(self, event: TicketEvent) -> None:
@@ -188,6 +189,7 @@ class TicketBook:
             actions += self.fail(ticket, f"prefill stage {pp_rank}: {outcome.error}")
         elif ticket.state is TicketState.FILLING and ticket.settled:
             if missing := ticket.missing():
+                ticket.lost = False
                 return self.fail(ticket, missing)
             ticket.move(TicketEvent.COMMIT)
             return [Commit(ticket)]

@@ -16,6 +16,7 @@ from stagemesh.shared.core.directory import InstanceLoad
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 from stagemesh.shared.engine.schedule.describe import describe_decode
+from stagemesh.shared.engine.schedule.output import SequenceEnd
 from stagemesh.shared.engine.schedule.waiting import waiting
 from stagemesh.shared.errors import Cancelled, ProtocolViolation, Rejected, StagemeshError
 from stagemesh.shared.obs import metrics
@@ -133,7 +134,8 @@ class DecodeHead(Head):
         answer = self._reserving.get(request.ticket_id)
         if answer is not None and not answer.done():
             answer.set_exception(Cancelled(f"ticket {request.ticket_id}: {request.reason}"))
-        self._scheduler.close_ticket(request.ticket_id, quiesced=request.quiesced, reason=request.reason)
+        end = SequenceEnd.LOST if request.lost else SequenceEnd.FAILED
+        self._scheduler.close_ticket(request.ticket_id, quiesced=request.quiesced, reason=request.reason, end=end)
         self.wake()
         return instance_pb2.CloseTicketReply()
 

@@ -17,7 +17,7 @@ from stagemesh.shared.engine.schedule.describe import describe_prefill
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.engine.schedule.prefill import PrefillScheduler
 from stagemesh.shared.engine.schedule.prefill_state import FailedTicket
-from stagemesh.shared.errors import ProtocolViolation, Retryable, StagemeshError
+from stagemesh.shared.errors import Cancelled, ProtocolViolation, Retryable, StagemeshError
 from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.metrics import Sample, by_label
@@ -104,7 +104,8 @@ class PrefillHead(Head):
         self, request: instance_pb2.CloseTicketRequest, context: Any
     ) -> instance_pb2.CloseTicketReply:
         self._check_epoch(request.epoch)
-        quiescent = self._scheduler.ticket_failed(request.ticket_id, request.reason)
+        end = SequenceEnd.LOST if request.lost else SequenceEnd.FAILED
+        quiescent = self._scheduler.ticket_failed(request.ticket_id, request.reason, end)
         self.wake()
         return instance_pb2.CloseTicketReply(quiescent=quiescent)
 
@@ -127,7 +128,7 @@ class PrefillHead(Head):
         except Retryable:
             self._scheduler.ask_again(ticket_id)
         except StagemeshError as error:
-            self._scheduler.ticket_failed(ticket_id, str(error))
+            self._scheduler.ticket_failed(ticket_id, str(error), _end_for(error))
         else:
             self._scheduler.reserved(ticket_id, reservation.pages, reservation.targets)
         self.wake()
@@ -136,7 +137,7 @@ class PrefillHead(Head):
         try:
             granted = await retry(lambda: self._context.broker.fill(ticket_id))
         except StagemeshError as error:
-            self._scheduler.ticket_failed(ticket_id, str(error))
+            self._scheduler.ticket_failed(ticket_id, str(error), _end_for(error))
         else:
             (self._scheduler.filled if granted else self._scheduler.ask_again)(ticket_id)
         self.wake()
@@ -179,3 +180,8 @@ class PrefillHead(Head):
 
     def describe(self, now_s: float) -> Iterable[Entry]:
         return describe_prefill(self._scheduler, self._context.info.ref.name, now_s)
+
+
+def _end_for(error: StagemeshError) -> SequenceEnd:
+    """A ticket that the broker has closed, or has never heard of since it was started again, is nobody's fault."""
+    return SequenceEnd.LOST if isinstance(error, Cancelled) else SequenceEnd.FAILED

@@ -1,7 +1,8 @@
 """One attempt at a request: a pair of instances, a ticket, and the outputs of two heads.
 
 placing --a pair, a ticket, submitted to decode, then to prefill--> prefill --first token--> decode --> over
-   `--nobody can take it: failed
+   |`--nobody can take it: failed                                      |                       |
+   `--the pair has just gone: lost                                     `--an instance is lost--'--> lost
 
 An attempt may end before its request does. What is left then runs on elsewhere, as a new attempt with a number of its
 own, whose prompt is the old one and all tokens made since. What heads say of a released attempt is dropped.
@@ -14,7 +15,7 @@ import dataclasses
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -25,7 +26,7 @@ from stagemesh.services.router.placement import Placement
 from stagemesh.services.router.session import HeadSession
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
-from stagemesh.shared.engine.schedule.output import SequenceOutput
+from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.errors import Retryable, StagemeshError
 
 PLACEMENT_WAIT_S = 5.0  # for a pair of instances to be there
@@ -34,7 +35,8 @@ PLACEMENT_WAIT_S = 5.0  # for a pair of instances to be there
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What an attempt is to make: up to `sampling.max_tokens` tokens after `token_ids`. `arrived_s` (CLOCK_MONOTONIC)
-    is when the request came, whichever attempt this is; `recompute`: its KV was there and is lost."""
+    is when the request came, whichever attempt this is; `recompute`: its KV was there and is lost. `lost_on` are
+    instances that earlier attempts were lost with: others are better, and none is waited for."""
 
     request_id: str
     sampling: SamplingParams
@@ -42,21 +44,29 @@ class Wanted:
     priority: int = 0
     arrived_s: float = field(default_factory=time.monotonic)
     recompute: bool = False
+    lost_on: frozenset[InstanceRef] = frozenset()
 
-    def continued(self, made: Sequence[int], *, recompute: bool) -> Wanted:
+    def continued(
+        self, made: Sequence[int], *, recompute: bool, lost_on: frozenset[InstanceRef] = frozenset()
+    ) -> Wanted:
         """What is left once `made` has been: the same tokens follow, since a draw depends on seed and position only."""
         left = dataclasses.replace(
             self.sampling,
             max_tokens=self.sampling.max_tokens - len(made),
             min_tokens=max(0, self.sampling.min_tokens - len(made)),
         )
-        return dataclasses.replace(self, sampling=left, token_ids=[*self.token_ids, *made], recompute=recompute)
+        tokens = [*self.token_ids, *made]
+        return dataclasses.replace(self, sampling=left, token_ids=tokens, recompute=recompute, lost_on=lost_on)
 
 
 class Owner(Protocol):
     """Whose attempt it is."""
 
     def on_output(self, attempt: Attempt, output: SequenceOutput) -> None: ...
+
+    def on_lost(self, attempt: Attempt, instances: Iterable[InstanceRef], reason: str) -> None:
+        """Through no fault of the request, with one of `instances`."""
+        ...
 
     def on_failure(self, attempt: Attempt, error: Exception) -> None: ...
 
@@ -74,6 +84,7 @@ class Attempt:
         self.ref, self.wanted, self._owner = ref, wanted, owner
         self.ticket_s: float | None = None  # it came so long after the start
         self._made_s = time.monotonic()
+        self._pair: tuple[InstanceRef, ...] = ()
         self._prefill: HeadSession | None = None
         self._decode: HeadSession | None = None
         self._has_first_token = self._released = False
@@ -84,16 +95,22 @@ class Attempt:
         if self._released:
             return
         self._starting = asyncio.current_task()
+        failure: Exception | None = None
         try:
             await self._send_off(mesh, tickets)
         except Exception as error:  # of this request, whatever it is: others go on
-            self._owner.on_failure(self, error)
+            failure = error
         finally:
             self._starting = None
+        if isinstance(failure, Retryable) and self._pair:
+            self._owner.on_lost(self, self._pair, str(failure))
+        elif failure is not None:
+            self._owner.on_failure(self, failure)
 
     async def _send_off(self, mesh: MeshView, tickets: Tickets) -> None:
         wanted, placement = self.wanted, await self._place(mesh)
         prefill = placement.prefill.ref
+        self._pair = (prefill,) if placement.decode is None else (prefill, placement.decode.ref)
         if placement.decode is None:
             self._prefill = self._submit(mesh, prefill, "", "", token_ids=wanted.token_ids)
             return
@@ -108,12 +125,12 @@ class Attempt:
             raise
 
     async def _place(self, mesh: MeshView) -> Placement:
-        deadline_s = time.monotonic() + PLACEMENT_WAIT_S
         wanted = self.wanted
+        deadline_s = time.monotonic() + (0.0 if wanted.lost_on else PLACEMENT_WAIT_S)
         while True:
             mesh.changed.clear()
             try:
-                return mesh.place(wanted.token_ids, wanted.sampling.max_tokens)
+                return mesh.place(wanted.token_ids, wanted.sampling.max_tokens, wanted.lost_on)
             except Retryable:
                 if time.monotonic() >= deadline_s:
                     raise
@@ -150,7 +167,16 @@ class Attempt:
             self._has_first_token = True
             if output.end is None and self._decode is not None:
                 self._decode.first_token(self.ref, output.token_ids[0])
-        self._owner.on_output(self, output)
+        if output.end is SequenceEnd.LOST:  # either of the two, for all that its head can tell
+            self._owner.on_lost(self, self._pair, output.error)
+        else:
+            self._owner.on_output(self, output)
+
+    def on_lost(self, instance: InstanceRef, reason: str) -> None:
+        """A prefill instance is not missed once it has sent all KV. Whether it has, the decode head will say."""
+        is_decodes = self._has_first_token and self._decode is not None and self._decode.ref != instance
+        if not (self._released or is_decodes):
+            self._owner.on_lost(self, (instance,), reason)
 
     @property
     def phase(self) -> Phase:

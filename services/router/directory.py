@@ -1,13 +1,13 @@
 """The router's view of the directory, and its sessions with the heads in it.
 
-broker --snapshot, changes--> directory --joined--> session     --gone--> its requests fail
+broker --snapshot, changes--> directory --joined--> session     --gone--> its requests run on elsewhere
 While the broker is away the last view stays: instances that answer go on being used.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from stagemesh.services.router.placement import Placement, Sent, place
 from stagemesh.services.router.prefixes import PrefixIndex
@@ -53,12 +53,19 @@ class MeshView:
             raise Retryable(f"{ref} has just gone")
         return self._sessions[ref]
 
-    def place(self, token_ids: Sequence[int], max_tokens: int) -> Placement:
+    def place(self, token_ids: Sequence[int], max_tokens: int, avoid: Collection[InstanceRef] = ()) -> Placement:
         """A pair of instances for a request, as `placement.place` chooses it. Raises Retryable if there is none now."""
         instances = list(self)
         prefills = [info for info in instances if info.role is Role.PREFILL]
         cached = {info.ref.name: self._prefixes.cached_tokens(info, token_ids) for info in prefills}
-        return place(instances, prompt_tokens=len(token_ids), max_tokens=max_tokens, sent=self._sent, cached=cached)
+        return place(
+            instances,
+            prompt_tokens=len(token_ids),
+            max_tokens=max_tokens,
+            sent=self._sent,
+            cached=cached,
+            avoid=avoid,
+        )
 
     def note_sent(self, ref: InstanceRef, token_ids: Sequence[int]) -> None:
         """A request goes there; `token_ids` is the prompt that it has to compute, empty for a decode instance."""

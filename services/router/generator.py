@@ -151,6 +151,7 @@ class GeneratorService:
             self._start,
             self._turns,
             on_first_token=lambda: self._waiting.served(request_id, time.monotonic()),
+            max_attempts=self._section.max_attempts,
         )
         self.records.taken(record, live)
         return live

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 from stagemesh.shared.core.directory import InstanceInfo, Role, mismatch
+from stagemesh.shared.core.identity import InstanceRef
 from stagemesh.shared.errors import Retryable
 
 
@@ -38,17 +39,20 @@ def place(
     max_tokens: int,
     sent: Mapping[str, Sent] = NOTHING_SENT,
     cached: Mapping[str, int] = NONE_CACHED,
+    avoid: Collection[InstanceRef] = (),
 ) -> Placement:
     """The best pair that accepts requests, fits together and can ever hold this one: of prefill instances the one that
     has computed the prompt first, of decode instances the least loaded. `sent` and `cached`, tokens of this prompt that
-    need not be computed, are by name of the instance. Raises Retryable if there is none."""
+    need not be computed, are by name of the instance. Those to `avoid` are taken where there is no other of their role.
+    Raises Retryable if there is none."""
     accepting = [info for info in instances if info.accepting]
-    prefills = [i for i in accepting if i.role is Role.PREFILL and _holds(i, prompt_tokens)]
+    prefills = _best([i for i in accepting if i.role is Role.PREFILL and _holds(i, prompt_tokens)], avoid)
     if not prefills:
         raise Retryable("no prefill instance is there to take the request")
     if max_tokens == 1:
         return Placement(min(prefills, key=lambda info: _prefill_cost(info, sent, cached)), None)
-    decodes = [i for i in accepting if i.role is Role.DECODE and _holds(i, prompt_tokens + max_tokens - 1)]
+    budget_tokens = prompt_tokens + max_tokens - 1
+    decodes = _best([i for i in accepting if i.role is Role.DECODE and _holds(i, budget_tokens)], avoid)
     if not decodes:
         raise Retryable("no decode instance is there to take the request")
     pairs = [(p, d) for p in prefills for d in decodes if mismatch(p.manifest, d.manifest) is None]
@@ -68,6 +72,10 @@ def max_prompt_tokens(instances: Iterable[InstanceInfo]) -> int | None:
     """Tokens of the largest prompt that some prefill instance can ever hold; None if none is there."""
     pools = (i.manifest.num_pages * i.manifest.page_size for i in instances if i.role is Role.PREFILL)
     return max(pools, default=None)
+
+
+def _best(infos: list[InstanceInfo], avoid: Collection[InstanceRef]) -> list[InstanceInfo]:
+    return [info for info in infos if info.ref not in avoid] or infos
 
 
 def _holds(info: InstanceInfo, num_tokens: int) -> bool:

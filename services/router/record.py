@@ -85,7 +85,7 @@ class RequestRecord:
         """Why it has no token yet, or no further one; None for those that run."""
         if self.live is not None and self.live.ending is not None:
             return None
-        return WaitsFor.TOKENS if self.live is None else _WAITS.get((self.live.phase, self.live.more_attempts > 0))
+        return WaitsFor.TOKENS if self.live is None else _WAITS.get((self.live.phase, not self.has_no_token))
 
     @property
     def has_no_token(self) -> bool:

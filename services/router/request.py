@@ -2,7 +2,7 @@
 
 begin --> an attempt --outputs--> an ending, or an error
              |    ^
-             `----'  an attempt that ends early runs on elsewhere; its client sees a pause
+             `----'  an attempt that ends early, or is lost, runs on elsewhere; its client sees a pause
 
 An abort, a deadline or a disconnect may come anywhere: both heads are told, once, by `release`.
 """
@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import repeat
 
 from stagemesh.services.router.answer import FreshToken
 from stagemesh.services.router.attempt import Attempt, Phase, Start, Wanted
 from stagemesh.services.router.turns import Turns
+from stagemesh.shared.core.identity import InstanceRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.errors import Rejected, Retryable
@@ -40,12 +41,15 @@ class LiveRequest:
     start: Start
     turns: Turns = field(default_factory=Turns)  # the router's, which all its requests share
     on_first_token: Callable[[], None] = lambda: None
+    max_attempts: int = 3  # those for want of memory aside
     started_s: float = field(default_factory=time.monotonic)
     first_token_s: float | None = None  # since the start
     cached_tokens: int = 0  # of the prompt, as the client sent it
     completion_tokens: int = 0
     num_attempts: int = 0
     recomputed_tokens: int = 0  # whose KV was made before
+    _lost_attempts: int = 0
+    _last_loss: str = ""
     _made: array[int] = field(default_factory=lambda: array("q"))
     _fresh: list[FreshToken] = field(default_factory=list)
     _ending: Ending | None = None
@@ -76,7 +80,7 @@ class LiveRequest:
                 self._error = Rejected(name, message or output.error)
             case SequenceEnd.RECOMPUTE:
                 self._take(output)
-                self._run_on(recompute=True)
+                self._run_on(recompute=True, lost_on=self._lost_on)
             case end:
                 self._take(output)
                 self._ending = None if end is None else Ending(end)
@@ -85,7 +89,18 @@ class LiveRequest:
     def on_failure(self, attempt: Attempt, error: Exception) -> None:
         """The attempt could not be sent off."""
         if attempt is self._attempt:
-            self.fail(error)
+            is_consequence = self._last_loss and isinstance(error, Retryable)
+            self.fail(Retryable(f"{self._last_loss}; {error}") if is_consequence else error)
+
+    def on_lost(self, attempt: Attempt, instances: Iterable[InstanceRef], reason: str) -> None:
+        """The attempt that runs has ended with an instance; what is left is made by another, if there may be one."""
+        if attempt is not self._attempt or self._is_over:
+            return
+        self._lost_attempts, self._last_loss = self._lost_attempts + 1, reason
+        if self._lost_attempts >= self.max_attempts:
+            self.fail(Retryable(f"{reason}; that was the last of {self.max_attempts} attempts"))
+        else:
+            self._run_on(recompute=bool(self._made), lost_on=self._lost_on.union(instances))
 
     def fail(self, error: Exception) -> None:
         """It ends with that error, unless it has ended."""
@@ -102,11 +117,15 @@ class LiveRequest:
         self._made.extend(output.token_ids)
         self.completion_tokens += len(output.token_ids)
 
-    def _run_on(self, *, recompute: bool) -> None:
+    @property
+    def _lost_on(self) -> frozenset[InstanceRef]:
+        return frozenset() if self._attempt is None else self._attempt.wanted.lost_on
+
+    def _run_on(self, *, recompute: bool, lost_on: frozenset[InstanceRef]) -> None:
         """The attempt is over, the request is not: the rest is made elsewhere, from the tokens there are."""
         assert self._attempt is not None
         self._attempt.release()
-        wanted = self.wanted.continued(self._made, recompute=recompute)
+        wanted = self.wanted.continued(self._made, recompute=recompute, lost_on=lost_on)
         if recompute:
             self.recomputed_tokens += len(wanted.token_ids) - 1  # the last one's never was
         self._begin(wanted)

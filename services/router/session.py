@@ -1,6 +1,6 @@
 """The stream between this router and one head: requests up, a step's outputs down.
 
-opening --stream is up--> up --end of stream--> down: every request that runs there fails
+opening --stream is up--> up --end of stream--> down: the instance is lost to every request that runs there
 
 Only a submit can be refused for want of room: what follows it is two messages at most, so the queue stays bounded, and
 an abort always reaches the head.
@@ -19,9 +19,9 @@ from stagemesh.shared.codec.commands import sampling_to_pb
 from stagemesh.shared.codec.mesh import request_to_pb
 from stagemesh.shared.codec.session import output_from_pb
 from stagemesh.shared.core.directory import InstanceInfo
-from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
-from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
+from stagemesh.shared.engine.schedule.output import SequenceOutput
 from stagemesh.shared.errors import Exhausted, StagemeshError
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
@@ -36,6 +36,10 @@ class Receiver(Protocol):
     """Who takes the outputs of a request."""
 
     def on_output(self, output: SequenceOutput) -> None: ...
+
+    def on_lost(self, instance: InstanceRef, reason: str) -> None:
+        """The stream has ended: nothing more comes from there."""
+        ...
 
 
 class HeadSession:
@@ -113,7 +117,7 @@ class HeadSession:
         return Entry("session", str(self.ref), now_s - self._made_s, state, waits_for, on, details)
 
     def close(self) -> None:
-        """The instance has left the directory. Its requests fail when its stream has ended."""
+        """The instance has left the directory. Its requests lose it when its stream has ended."""
         self.up = False
         self._outgoing.put_nowait(None)
 
@@ -136,7 +140,7 @@ class HeadSession:
         except* StagemeshError as errors:
             reason = str(errors.exceptions[0])
         finally:
-            self._fail_all(reason)
+            self._lose_all(reason)
 
     async def _read(self, stream: Any) -> None:
         async for message in stream.receive():
@@ -148,11 +152,10 @@ class HeadSession:
                     receiver.on_output(output)
         self._outgoing.put_nowait(None)
 
-    def _fail_all(self, reason: str) -> None:
+    def _lose_all(self, reason: str) -> None:
         self.up, self.ended = False, True
         receivers, self._receivers = self._receivers, {}
         if receivers:
-            self._log.warning("requests fail with their instance", requests=len(receivers), reason=reason)
-        for request, receiver in receivers.items():
-            lost = SequenceOutput(request, end=SequenceEnd.FAILED, error=f"{self.ref.name} is lost: {reason}")
-            receiver.on_output(lost)
+            self._log.warning("requests lose their instance", requests=len(receivers), reason=reason)
+        for receiver in receivers.values():
+            receiver.on_lost(self.ref, f"{self.ref.name} is lost: {reason}")

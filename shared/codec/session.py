@@ -17,6 +17,7 @@ _ENDS: dict[SequenceEnd | None, instance_pb2.SequenceEnd] = {
     SequenceEnd.FAILED: instance_pb2.SEQUENCE_END_FAILED,
     SequenceEnd.REJECTED: instance_pb2.SEQUENCE_END_REJECTED,
     SequenceEnd.RECOMPUTE: instance_pb2.SEQUENCE_END_RECOMPUTE,
+    SequenceEnd.LOST: instance_pb2.SEQUENCE_END_LOST,
 }
 _ENDS_BACK = {wire: end for end, wire in _ENDS.items()}
 

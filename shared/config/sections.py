@@ -54,6 +54,7 @@ class RouterSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     max_waiting_requests: Count = 1024
     max_waiting_s: Seconds = 600.0  # longer than a client without a deadline should ever be kept without a word
     default_max_tokens: Count | None = None  # None: what is left of the context
+    max_attempts: Count = 3  # of a request whose instances are lost; those for want of memory are not counted
 
 
 class ModelSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

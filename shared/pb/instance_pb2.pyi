@@ -15,12 +15,14 @@ class SequenceEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SEQUENCE_END_FAILED: _ClassVar[SequenceEnd]
     SEQUENCE_END_REJECTED: _ClassVar[SequenceEnd]
     SEQUENCE_END_RECOMPUTE: _ClassVar[SequenceEnd]
+    SEQUENCE_END_LOST: _ClassVar[SequenceEnd]
 SEQUENCE_END_NONE: SequenceEnd
 SEQUENCE_END_STOP: SequenceEnd
 SEQUENCE_END_LENGTH: SequenceEnd
 SEQUENCE_END_FAILED: SequenceEnd
 SEQUENCE_END_REJECTED: SequenceEnd
 SEQUENCE_END_RECOMPUTE: SequenceEnd
+SEQUENCE_END_LOST: SequenceEnd
 
 class AdjustRequest(_message.Message):
     __slots__ = ("setting", "value")
@@ -199,16 +201,18 @@ class CommitTicketReply(_message.Message):
     def __init__(self, accepted: _Optional[bool] = ...) -> None: ...
 
 class CloseTicketRequest(_message.Message):
-    __slots__ = ("ticket_id", "reason", "quiesced", "epoch")
+    __slots__ = ("ticket_id", "reason", "quiesced", "epoch", "lost")
     TICKET_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     QUIESCED_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     ticket_id: str
     reason: str
     quiesced: bool
     epoch: int
-    def __init__(self, ticket_id: _Optional[str] = ..., reason: _Optional[str] = ..., quiesced: _Optional[bool] = ..., epoch: _Optional[int] = ...) -> None: ...
+    lost: bool
+    def __init__(self, ticket_id: _Optional[str] = ..., reason: _Optional[str] = ..., quiesced: _Optional[bool] = ..., epoch: _Optional[int] = ..., lost: _Optional[bool] = ...) -> None: ...
 
 class CloseTicketReply(_message.Message):
     __slots__ = ("quiescent",)

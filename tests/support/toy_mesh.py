@@ -1,7 +1,8 @@
 """A router in this process against heads that compute a toy: the next token is a hash of the seed and of all tokens
 before it, so that a request that is run again from the wrong tokens gives a wrong answer. Over gRPC, as in a mesh.
 
-`disturb(request_id, num_tokens)` is asked before each token of decode: True takes the sequence's KV away.
+`disturb(request_id, num_tokens)` is asked before each token of decode: an end takes the sequence's KV away. A head that
+is lost says nothing any more, and its streams end.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import dataclasses
 import logging
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from stagemesh.shared.stage.sessions import Sessions
 from tests.support.instances import instance_of
 
 VOCAB = 320
-Disturb = Callable[[str, int], bool]
+Disturb = Callable[[str, int], SequenceEnd | None]
 
 
 def next_token(seed: int, tokens: Sequence[int]) -> int:
@@ -59,6 +60,8 @@ def undisturbed(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
 class ToyHead:
     """What prefill and decode have in common. `submits` is everything that was ever submitted, in order."""
 
+    is_lost = False
+
     def __init__(self, mesh: ToyMesh) -> None:
         self._mesh = mesh
         self.sessions = Sessions(self, 1, Log(logging.getLogger(__name__)))
@@ -71,7 +74,7 @@ class ToyHead:
     async def _refuse(self, request: Any, context: Any) -> None:
         raise AssertionError("no broker calls a toy")
 
-    ReservePages = CommitTicket = CloseTicket = _refuse
+    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = _refuse
 
     def on_submit(self, submit: instance_pb2.SessionUp.Submit) -> None:
         self.submits.append(submit)
@@ -105,7 +108,7 @@ class ToyPrefill(ToyHead):
 
     def on_submit(self, submit: instance_pb2.SessionUp.Submit) -> None:
         super().on_submit(submit)
-        if not self.paused:
+        if not (self.paused or self.is_lost):
             self._run(submit)
 
     def _run(self, submit: instance_pb2.SessionUp.Submit) -> None:
@@ -142,6 +145,8 @@ class ToyDecode(ToyHead):
 
     def _step(self) -> None:
         for request, tokens in list(self._tokens.items()):
+            if self.is_lost:
+                return
             submit = self.live.get(request)
             if submit is None or not self._decode(request, tokens, submit):
                 self.live.pop(request, None)
@@ -152,8 +157,8 @@ class ToyDecode(ToyHead):
 
     def _decode(self, request: RequestRef, tokens: list[int], submit: instance_pb2.SessionUp.Submit) -> bool:
         sampling, count = sampling_from_pb(submit.sampling), len(tokens) - submit.prompt_tokens
-        if self.disturb(request.request_id, len(tokens)):
-            self.sessions.deliver([SequenceOutput(request, end=SequenceEnd.RECOMPUTE)])
+        if (end := self.disturb(request.request_id, len(tokens))) is not None:
+            self.sessions.deliver([SequenceOutput(request, end=end, error="told to")])
             return False
         tokens.append(next_token(sampling.seed, tokens))
         return self.say(request, sampling, tokens[-1], count + 1)
@@ -163,10 +168,13 @@ class ToyMesh:
     """A broker, too: tickets are open until somebody uses or fails them."""
 
     def __init__(
-        self, disturb: Disturb = lambda request_id, num_tokens: False, *, prefill_pages: int = 1 << 16
+        self, disturb: Disturb = lambda request_id, num_tokens: None, *, prefill_pages: int = 1 << 16, pairs: int = 1
     ) -> None:
         self.prefill_pages = prefill_pages
-        self.prefill, self.decode = ToyPrefill(self), ToyDecode(self, disturb)
+        self.prefills = [ToyPrefill(self) for _ in range(pairs)]
+        self.decodes = [ToyDecode(self, disturb) for _ in range(pairs)]
+        self.prefill, self.decode = self.prefills[0], self.decodes[0]
+        self._losing: asyncio.Queue[str] = asyncio.Queue()
         self.prompts: dict[RequestRef, list[int]] = {}
         self.tickets: dict[str, RequestRef] = {}
         self.failed: list[str] = []
@@ -174,6 +182,20 @@ class ToyMesh:
         self.placeable = asyncio.Event()  # tickets are given while it is set
         self.placeable.set()
         self.infos: list[InstanceInfo] = []
+
+    @property
+    def heads(self) -> dict[str, ToyHead]:
+        named = {"prefill": self.prefills, "decode": self.decodes}
+        return {f"{role}-{at}": head for role, heads in named.items() for at, head in enumerate(heads)}
+
+    def lose(self, name: str) -> None:
+        """From now on it says nothing; its streams end in a moment."""
+        self.heads[name].is_lost = True
+        self._losing.put_nowait(name)
+
+    async def run(self, servers: Mapping[str, Server]) -> None:
+        while True:
+            await servers[await self._losing.get()].stop()
 
     async def _refuse(self, request: Any, context: Any) -> None:
         raise AssertionError("nobody asks a toy for that")
@@ -204,7 +226,7 @@ class ToyMesh:
     @property
     def unused(self) -> set[str]:
         """Tickets that were opened, are in no submit and were not failed."""
-        used = {submit.ticket_id for head in (self.prefill, self.decode) for submit in head.submits}
+        used = {submit.ticket_id for head in self.heads.values() for submit in head.submits}
         return set(self.tickets) - used - set(self.failed)
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -214,7 +236,7 @@ class ToyMesh:
 
     async def settled(self) -> None:
         """Returns when no head knows a request and no ticket is left."""
-        await self.until(lambda: not self.prefill.live and not self.decode.live and not self.unused)
+        await self.until(lambda: not any(head.live for head in self.heads.values()) and not self.unused)
 
 
 @asynccontextmanager
@@ -227,25 +249,20 @@ async def toy_router(
         dataclasses.replace(
             instance_of(name, role, num_pages=num_pages, max_context=1 << 16), address=f"unix:{folder}/{name}"
         )
-        for name, role, num_pages in (
-            ("prefill-0", Role.PREFILL, mesh.prefill_pages),
-            ("decode-0", Role.DECODE, 1 << 16),
-        )
+        for role, num_pages in ((Role.PREFILL, mesh.prefill_pages), (Role.DECODE, 1 << 16))
+        for name in mesh.heads
+        if name.startswith(role.value)
     ]
-    prefill, decode = mesh.infos
-    servers = {
-        f"unix:{folder}/broker": Server({BROKER: mesh}),
-        prefill.address: Server({INSTANCE: mesh.prefill}),
-        decode.address: Server({INSTANCE: mesh.decode}),
-    }
+    heads = {name: Server({INSTANCE: head}) for name, head in mesh.heads.items()}
     async with AsyncExitStack() as stack:
-        for address, server in servers.items():
-            await server.start(address)
+        for name, server in {"broker": Server({BROKER: mesh}), **heads}.items():
+            await server.start(f"unix:{folder}/{name}")
             stack.push_async_callback(server.stop)
         broker = await stack.enter_async_context(Client(f"unix:{folder}/broker", BROKER))
         view = MeshView(broker, "router", lambda info, on_up: HeadSession(info, "router", tasks.spawn, log, on_up), log)
         group = await stack.enter_async_context(asyncio.TaskGroup())
-        children = [group.create_task(work) for work in (tasks.run(), view.run(), mesh.decode.run())]
+        works = (tasks.run(), view.run(), mesh.run(heads), *(decode.run() for decode in mesh.decodes))
+        children = [group.create_task(work) for work in works]
         for child in children:
             stack.callback(child.cancel)
         while len(list(view)) < len(mesh.infos):

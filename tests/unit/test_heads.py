@@ -12,8 +12,10 @@ import pytest
 from stagemesh.services.decode.head import DecodeHead
 from stagemesh.services.prefill.head import PrefillHead
 from stagemesh.shared.codec.arrays import to_bytes
+from stagemesh.shared.codec.session import output_from_pb, outputs_to_pb
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
+from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.engine.schedule.prefill import PrefillScheduler
 from stagemesh.shared.errors import ProtocolViolation
 from stagemesh.shared.obs.log import Log
@@ -52,3 +54,29 @@ def test_a_first_token_outside_the_vocabulary_is_a_violation() -> None:
             head.on_first_token(RequestRef("r", 1), VOCAB)
 
     asyncio.run(run())
+
+
+def end_of(head: Any, scheduler: Any, *, lost: bool) -> SequenceEnd | None:
+    """What a router hears of a request whose ticket is closed."""
+
+    async def run() -> SequenceEnd | None:
+        ref, sampling = instance_pb2.RequestRef(request_id="r", attempt=1), instance_pb2.Sampling(max_tokens=4, top_p=1)
+        ids = to_bytes([1, 2])
+        submit = instance_pb2.SessionUp.Submit(
+            request=ref, sampling=sampling, token_ids=ids, prompt_tokens=2, ticket_id="t"
+        )
+        head.on_submit(submit)
+        await head.CloseTicket(instance_pb2.CloseTicketRequest(ticket_id="t", reason="so", epoch=1, lost=lost), None)
+        (output,) = scheduler.poll().outputs
+        assert isinstance(output, SequenceOutput)
+        return output_from_pb(outputs_to_pb([output])[0]).end
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("lost", "end"), [(True, SequenceEnd.LOST), (False, SequenceEnd.FAILED)])
+def test_the_router_hears_whether_a_closed_ticket_is_the_requests_own_fault(lost: bool, end: SequenceEnd) -> None:
+    decode = DecodeScheduler(num_pages=8, page_size=4, num_microbatches=1, max_running=4)
+    assert end_of(DecodeHead(context(instance_of("d", DECODE)), decode), decode, lost=lost) is end
+    prefill = PrefillScheduler(num_pages=8, page_size=4, pp_size=1, chunk_size=8, max_sequences=4, reserve_ahead=1)
+    assert end_of(PrefillHead(context(instance_of("p", PREFILL)), prefill), prefill, lost=lost) is end

@@ -188,3 +188,14 @@ def test_the_largest_request_is_that_of_the_largest_decode_instance() -> None:
     ]
     assert max_request_tokens(instances) == 20
     assert max_request_tokens(instances[:1]) is None
+
+
+def test_instances_to_avoid_are_taken_where_there_is_no_other() -> None:
+    busy = InstanceLoad(waiting=3, waiting_tokens=90)
+    idle = [instance_of("p0", PREFILL), instance_of("d0", DECODE)]
+    others = [instance_of("p1", PREFILL, load=busy), instance_of("d1", DECODE, load=busy)]
+    avoid = {info.ref for info in idle}
+    placed = place([*idle, *others], prompt_tokens=4, max_tokens=4, avoid=avoid)
+    assert placed == Placement(*others)
+    placed = place([*idle, others[0]], prompt_tokens=4, max_tokens=4, avoid=avoid)
+    assert placed == Placement(others[0], idle[1])

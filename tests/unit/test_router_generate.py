@@ -13,6 +13,7 @@ import pytest
 
 from stagemesh.services.router.generator import GeneratorService
 from stagemesh.shared.config import RouterSection
+from stagemesh.shared.engine.schedule.output import SequenceEnd
 from stagemesh.shared.errors import Exhausted, Rejected
 from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.metrics import Metric
@@ -23,6 +24,7 @@ from tests.support.tiny_models import make_tiny
 from tests.support.toy_mesh import Disturb, ToyMesh, toy_router, undisturbed
 
 LIMIT_S = 60.0
+RECOMPUTE = SequenceEnd.RECOMPUTE
 PROMPT = [5, 6, 7, 8]
 Work = Callable[[GeneratorService, ToyMesh], Awaitable[None]]
 
@@ -44,12 +46,13 @@ def run(
     *,
     disturb: Disturb | None = None,
     prefill_pages: int = 1 << 16,
+    pairs: int = 1,
     **section: Any,
 ) -> None:
     """`work` on a router; nothing of it may be left at the end."""
 
     async def go() -> None:
-        mesh = ToyMesh(disturb or (lambda request_id, num_tokens: False), prefill_pages=prefill_pages)
+        mesh = ToyMesh(disturb or (lambda request_id, num_tokens: None), prefill_pages=prefill_pages, pairs=pairs)
         async with asyncio.timeout(LIMIT_S), toy_router(folder, model, mesh, RouterSection(**section)) as router:
             await work(router, mesh)
             assert router.num_live == router.num_waiting == 0
@@ -83,18 +86,18 @@ def value(router: GeneratorService, metric: Metric, *labels: str) -> Any:
 def every(count: int) -> Disturb:
     """Takes a sequence's KV away at most places that are a multiple of `count`."""
     rng = random.Random(1)
-    return lambda request_id, num_tokens: num_tokens % count == 0 and rng.random() < 0.7
+    return lambda request_id, num_tokens: RECOMPUTE if num_tokens % count == 0 and rng.random() < 0.7 else None
 
 
-def at(*num_tokens: int) -> Disturb:
+def at(*num_tokens: int, end: SequenceEnd = RECOMPUTE) -> Disturb:
     """Takes a sequence's KV away, once each, when it has so many tokens with its prompt."""
     left = list(num_tokens)
 
-    def disturb(request_id: str, count: int) -> bool:
+    def disturb(request_id: str, count: int) -> SequenceEnd | None:
         if count in left:
             left.remove(count)
-            return True
-        return False
+            return end
+        return None
 
     return disturb
 
@@ -175,13 +178,13 @@ def test_an_abort_and_a_disconnect_while_it_is_run_again_leave_nothing(
     """`run` checks that nothing is left."""
 
     async def work(router: GeneratorService, mesh: ToyMesh) -> None:
-        def disturb(request_id: str, num_tokens: int) -> bool:
+        def disturb(request_id: str, num_tokens: int) -> SequenceEnd | None:
             if num_tokens != 10 or len(mesh.tickets) > 1:
-                return False
+                return None
             mesh.prefill.paused = moment == "prefill"
             if moment == "placing":
                 mesh.placeable.clear()
-            return True
+            return RECOMPUTE
 
         mesh.decode.disturb = disturb
         async with asyncio.TaskGroup() as group:
@@ -275,9 +278,9 @@ def test_what_gets_no_token_in_time_is_ended_everywhere(folder: Path, model: Pat
 
 def test_a_request_that_has_had_a_token_is_never_ended_by_the_limits(folder: Path, model: Path) -> None:
     async def work(router: GeneratorService, mesh: ToyMesh) -> None:
-        def disturb(request_id: str, num_tokens: int) -> bool:
+        def disturb(request_id: str, num_tokens: int) -> SequenceEnd | None:
             mesh.prefill.paused = num_tokens == 10
-            return mesh.prefill.paused
+            return RECOMPUTE if mesh.prefill.paused else None
 
         mesh.decode.disturb = disturb
         stream = router.Generate(request_of(PROMPT, 12, request_id="held"), None)

@@ -9,6 +9,7 @@ import pytest
 from stagemesh.services.router.attempt import Wanted
 from stagemesh.services.router.request import Ending, LiveRequest
 from stagemesh.shared.core.commands import TokenLogprobs
+from stagemesh.shared.core.identity import InstanceRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.output import SequenceEnd
 from stagemesh.shared.errors import Exhausted, Rejected, Retryable
@@ -136,3 +137,31 @@ def test_what_is_left_of_a_request_never_has_negative_limits() -> None:
     rest = wanted.continued([5, 6], recompute=True)
     assert (rest.sampling.max_tokens, rest.sampling.min_tokens, rest.priority) == (1, 0, 4)
     assert wanted.token_ids == [1, 2]
+
+
+def test_a_lost_attempt_runs_on_from_what_was_made_and_avoids_the_instance() -> None:
+    live, attempts = begun([1, 2], SAMPLING)
+    first, second = InstanceRef("d0", 1), InstanceRef("d1", 4)
+    attempts.last.on_lost(first, "d0 is lost")
+    assert (attempts.last.wanted.token_ids, attempts.last.wanted.recompute) == ([1, 2], False)
+    attempts.say(10)
+    attempts.all[0].on_lost(first, "of an attempt that is over")
+    attempts.last.on_lost(second, "d1 is lost")
+    assert (attempts.last.wanted.token_ids, attempts.last.wanted.recompute) == ([1, 2, 10], True)
+    assert attempts.last.wanted.lost_on == {first, second}
+    attempts.say(11, end=RECOMPUTE)
+    assert attempts.last.wanted.lost_on == {first, second}
+    attempts.say(12)
+    assert take(live) == ([10, 11, 12], None)
+    attempts.last.on_lost(first, "d0 is lost again")
+    with pytest.raises(Retryable, match="d0 is lost again; that was the last of 3 attempts"):
+        take(live)
+    assert len(attempts.all) == 4
+
+
+def test_what_cannot_be_sent_off_after_a_loss_says_what_was_lost() -> None:
+    live, attempts = begun([1], SAMPLING)
+    attempts.last.on_lost(InstanceRef("d0", 1), "d0 is lost")
+    attempts.last._owner.on_failure(attempts.last, Retryable("no decode instance is there"))
+    with pytest.raises(Retryable, match="d0 is lost; no decode instance is there"):
+        take(live)

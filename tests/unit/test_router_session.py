@@ -25,6 +25,8 @@ from tests.support.instances import PREFILL, instance_of
 class Nobody:
     def on_output(self, output: SequenceOutput) -> None: ...
 
+    def on_lost(self, instance: InstanceRef, reason: str) -> None: ...
+
 
 def far_behind(monkeypatch: pytest.MonkeyPatch, most: int) -> HeadSession:
     """A session whose head reads nothing."""

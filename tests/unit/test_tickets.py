@@ -70,6 +70,7 @@ def test_pieces_are_identified_not_counted(spans: list[tuple[int, int, int]], fi
         actions += book.report(ticket, writer, outcome)
     assert kinds(actions) == [("p", False), ("d", False), ("d", True)]
     assert ticket.reason == f"stage 0 has not written all pages to stage {1 if spans else 0}"
+    assert not ticket.lost, "it would be so again"
     assert len(book) == 0
 
 
@@ -109,6 +110,7 @@ def test_one_writer_that_failed_fails_it_and_the_others_are_waited_for() -> None
     ticket = filling(book)
     assert kinds(book.report(ticket, 0, WriterOutcome((), "broken"))) == [("p", False), ("d", False)]
     assert ticket.reason == "prefill stage 0: broken"
+    assert ticket.lost, "another pair may do better"
     assert kinds(book.report(ticket, 1, all_of(ticket, 1))) == [("d", True)]
 
 

@@ -132,12 +132,14 @@ class DecodeScheduler:
             sequence.issued = sequence.received = 1
             self._core.start_if_ready(sequence)
 
-    def close_ticket(self, ticket_id: str, *, quiesced: bool, reason: str) -> None:
+    def close_ticket(
+        self, ticket_id: str, *, quiesced: bool, reason: str, end: SequenceEnd = SequenceEnd.FAILED
+    ) -> None:
         """The ticket has failed. Its pages wait in quarantine unless nothing can write to them any more."""
         self.cancel_reserve(ticket_id)
         sequence = self.sequences.of_ticket(ticket_id)
         if sequence is not None and not sequence.committed:
-            self._core.output(SequenceOutput(sequence.request, end=SequenceEnd.FAILED, error=reason))
+            self._core.output(SequenceOutput(sequence.request, end=end, error=reason))
             self._core.end(sequence, SequenceEvent.ABORT)
         if quiesced:
             self.pages.prove_quiescent(ticket_id)

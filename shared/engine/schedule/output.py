@@ -11,13 +11,15 @@ from stagemesh.shared.core.sampling import SamplingParams
 
 
 class SequenceEnd(Enum):
-    """Why a sequence is over in this instance. RECOMPUTE: its KV is gone, but it is to be run again from its tokens."""
+    """Why a sequence is over in this instance. RECOMPUTE: its KV is gone, but it is to be run again from its tokens.
+    LOST: the other instance of its pair is lost, or the way there; so is it, elsewhere. FAILED: it would fail again."""
 
     STOP = "stop"
     LENGTH = "length"
     FAILED = "failed"
     REJECTED = "rejected"
     RECOMPUTE = "recompute"
+    LOST = "lost"
 
 
 @dataclass(frozen=True, slots=True)

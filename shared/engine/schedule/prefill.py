@@ -120,14 +120,14 @@ class PrefillScheduler:
         if sequence is not None and sequence.state is SequenceState.RESERVED:
             self._lineup.filled(sequence)
 
-    def ticket_failed(self, ticket_id: str, reason: str) -> bool:
+    def ticket_failed(self, ticket_id: str, reason: str, end: SequenceEnd = SequenceEnd.FAILED) -> bool:
         """The other side, or the broker, does not want the KV. True if no stage has anything of it in flight."""
         sequence = self._by_ticket.get(ticket_id)
         if sequence is None:
             return True
         quiescent = not sequence.unsettled
         if not sequence.over:
-            self._output(sequence.request, end=SequenceEnd.FAILED, error=reason)
+            self._output(sequence.request, end=end, error=reason)
         self._give_up(sequence)
         return quiescent
 

@@ -1,0 +1,130 @@
+"""A whole router against toy heads that are lost: what they had runs on elsewhere, and its clients see one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from stagemesh.services.router.generator import GeneratorService
+from stagemesh.shared.engine.schedule.output import SequenceEnd
+from stagemesh.shared.errors import Retryable
+from stagemesh.shared.obs import metrics
+from tests.support.toy_mesh import ToyMesh, undisturbed
+from tests.unit.test_router_generate import PROMPT, ask, at, folder, model, request_of, run, value
+
+__all__ = ["folder", "model"]  # fixtures
+NEW_TOKENS = 60
+
+
+async def ask_many(router: GeneratorService) -> None:
+    """All are answered, exactly."""
+    async with asyncio.TaskGroup() as group:
+        requests = [request_of([*PROMPT, n], NEW_TOKENS, seed=n) for n in range(8)]
+        tasks = [group.create_task(ask(router, request)) for request in requests]
+    for n, task in enumerate(tasks):
+        answer = task.result()
+        assert answer.token_ids == undisturbed([*PROMPT, n], NEW_TOKENS, n)
+        assert answer.finished is not None
+        usage = answer.finished.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT) + 1, NEW_TOKENS)
+        assert answer.reason == "FINISH_REASON_LENGTH"
+
+
+def test_what_a_lost_decode_instance_had_runs_on_at_another(folder: Path, model: Path) -> None:
+    async def work(router: GeneratorService, mesh: ToyMesh) -> None:
+        def disturb(request_id: str, num_tokens: int) -> None:
+            if num_tokens == 30 and not mesh.decode.is_lost:
+                mesh.lose("decode-0")
+
+        mesh.decode.disturb = disturb
+        await ask_many(router)
+        assert 0 < value(router, metrics.MORE_ATTEMPTS) <= 8
+        again = [submit for head in mesh.prefills for submit in head.submits if submit.recompute]
+        assert again
+        assert all(submit.prompt_tokens > len(PROMPT) + 1 for submit in again)
+        assert value(router, metrics.REQUESTS, "error") == 0
+
+    run(folder, model, work, pairs=2)
+
+
+def test_prompts_of_a_lost_prefill_instance_run_on_at_another(folder: Path, model: Path) -> None:
+    async def work(router: GeneratorService, mesh: ToyMesh) -> None:
+        mesh.prefill.paused = True
+        async with asyncio.TaskGroup() as group:
+            group.create_task(ask_many(router))
+            await mesh.until(lambda: len(mesh.prefill.submits) >= 4)
+            mesh.lose("prefill-0")
+        assert 4 <= value(router, metrics.MORE_ATTEMPTS) <= 8
+        assert not any(submit.recompute for head in mesh.prefills for submit in head.submits)
+
+    run(folder, model, work, pairs=2)
+
+
+def test_a_prefill_instance_is_not_missed_by_those_that_decode(folder: Path, model: Path) -> None:
+    async def work(router: GeneratorService, mesh: ToyMesh) -> None:
+        def disturb(request_id: str, num_tokens: int) -> None:
+            if num_tokens == 30 and not mesh.prefill.is_lost:
+                mesh.lose("prefill-0")
+
+        mesh.decode.disturb = disturb
+        stream = router.Generate(request_of(PROMPT, 5_000), None)
+        tokens = list((await anext(stream)).token_ids)
+        await mesh.until(lambda: mesh.prefill.is_lost and not mesh.prefill.live)
+        async for response in stream:
+            tokens += response.token_ids
+        assert tokens == undisturbed(PROMPT, 5_000)
+        assert value(router, metrics.MORE_ATTEMPTS) == 0
+
+    run(folder, model, work)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_head_may_say_that_its_pair_is_lost_as_often_as_there_are_attempts(
+    folder: Path, model: Path, times: int
+) -> None:
+    async def work(router: GeneratorService, mesh: ToyMesh) -> None:
+        if times < 3:
+            assert (await ask(router, request_of(PROMPT, 30))).token_ids == undisturbed(PROMPT, 30)
+        else:
+            with pytest.raises(Retryable, match="told to; that was the last of 3 attempts"):
+                await ask(router, request_of(PROMPT, 30))
+        assert value(router, metrics.MORE_ATTEMPTS) == min(times, 2)
+
+    run(folder, model, work, disturb=at(*range(10, 10 + 2 * times, 2), end=SequenceEnd.LOST), max_attempts=3)
+
+
+def test_a_lost_attempt_goes_to_the_other_pair(folder: Path, model: Path) -> None:
+    async def work(router: GeneratorService, mesh: ToyMesh) -> None:
+        mesh.decode.disturb = at(10, end=SequenceEnd.LOST)
+        await ask(router, request_of(PROMPT, 30))
+        submits = [len(head.submits) for head in mesh.heads.values()]
+        assert submits == [1, 1, 1, 1]
+
+    run(folder, model, work, pairs=2)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_without_another_instance_it_ends_at_once_with_the_reason(folder: Path, model: Path, role: str) -> None:
+    async def work(router: GeneratorService, mesh: ToyMesh) -> None:
+        mesh.prefill.paused = role == "prefill"
+        task = asyncio.create_task(ask(router, request_of(PROMPT, 5_000)))
+        await mesh.until(lambda: bool(mesh.heads[f"{role}-0"].submits))
+        started_s = time.monotonic()
+        mesh.lose(f"{role}-0")
+        with pytest.raises(Retryable, match=f"{role}-0 is lost: .*; no {role} instance is there"):
+            await task
+        assert time.monotonic() - started_s < 2.0
+
+    run(folder, model, work)
+
+
+def test_a_failure_that_is_the_requests_own_ends_it(folder: Path, model: Path) -> None:
+    async def work(router: GeneratorService, mesh: ToyMesh) -> None:
+        with pytest.raises(Retryable, match="told to"):
+            await ask(router, request_of(PROMPT, 30))
+        assert value(router, metrics.MORE_ATTEMPTS) == 0
+
+    run(folder, model, work, disturb=at(10, end=SequenceEnd.FAILED), pairs=2)
