@@ -53,8 +53,9 @@ def up(
     Returns when it is told to stop (Ctrl-C, SIGTERM) and has drained.
     """
     from stagemesh.shared.cli.model_check import check_model
+    from stagemesh.shared.runtime.options import UpOptions
     from stagemesh.shared.runtime.reporter import Reporter
-    from stagemesh.shared.runtime.supervisor import UpOptions, supervise
+    from stagemesh.shared.runtime.supervisor import supervise
 
     layout = _Layout(
         prefill_pp,

@@ -28,6 +28,10 @@ class Children:
         return frozenset(name for name, child in self._by_name.items() if child.is_alive)
 
     @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._by_name)
+
+    @property
     def are_ready(self) -> bool:
         return all(child.is_ready for child in self._by_name.values())
 

@@ -19,16 +19,18 @@ EXIT_REFUSED = 2
 class ExitAction(Enum):
     IGNORE = "ignore"
     REPORT = "report"
+    RESTART = "restart"
     STOP_ALL = "stop all"
 
 
-def on_exit(spec: ProcessSpec, wait_status: int, *, is_stopping: bool) -> ExitAction:
-    """What to do when the process of `spec` has ended. Pure: the place for a restart with back-off.
+def on_exit(spec: ProcessSpec, wait_status: int, *, is_stopping: bool, is_serving: bool) -> ExitAction:
+    """What to do when the process of `spec` has ended. Pure.
 
-    While stopping, one that was still starting may die of our SIGTERM; what else is not 0 did not drain.
+    What dies once all has been ready is started again, but for the broker: only it knows the tickets. While stopping,
+    one that was still starting may die of our SIGTERM; what else is not 0 did not drain.
     """
     if not is_stopping:
-        return ExitAction.STOP_ALL
+        return ExitAction.RESTART if is_serving and spec.service != "broker" else ExitAction.STOP_ALL
     gone_as_asked = os.WIFSIGNALED(wait_status) and os.WTERMSIG(wait_status) == signal.SIGTERM
     return ExitAction.IGNORE if wait_status == 0 or gone_as_asked else ExitAction.REPORT
 

@@ -25,10 +25,10 @@ def find_nats_server() -> str:
     return found
 
 
-def run_nats_server(binary: str, store_dir: Path, mesh: str) -> None:
-    """Becomes the server: loopback only, any free port, JetStream in `store_dir`. Does not return."""
+def run_nats_server(binary: str, store_dir: Path, mesh: str, port: str = "-1") -> None:
+    """Becomes the server: loopback only, `port` or any free one, JetStream in `store_dir`. Does not return."""
     # the default of one log line with a time is for files; ours are prefixed by the supervisor
-    arguments = ["-a", "127.0.0.1", "-p", "-1", "-n", f"stagemesh-{mesh}", "-js", "-sd", str(store_dir)]
+    arguments = ["-a", "127.0.0.1", "-p", port, "-n", f"stagemesh-{mesh}", "-js", "-sd", str(store_dir)]
     os.execv(binary, [binary, *arguments])
 
 

@@ -1,8 +1,10 @@
 """`stagemesh up`: every process of a deployment on this machine, started, watched and stopped in order.
 
 starting the bus --> starting --all ready--> serving --SIGTERM, SIGINT, SIGHUP--> stopping --> over (exit code 0)
-       |                |                       |
-       +----------------+--a child ended, or the time to start is up --> stopping --> over (exit code 1)
+       |                |                       |  ^
+       |                |                       |  `--a child ended: its group is started again
+       +----------------+--a child ended, or the time to start is up; the broker ended; a child ended too often
+                               --> stopping --> over (exit code 1)
 
 One thread, no asyncio and no grpc, so that forking is safe: children inherit what was imported here (torch) and
 nothing that runs.
@@ -10,23 +12,18 @@ nothing that runs.
 
 from __future__ import annotations
 
-import gc
-import os
 import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from enum import Enum
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from stagemesh.shared.config import Config, dump_toml
+from stagemesh.shared.config import dump_toml
 from stagemesh.shared.runtime.child import Child
 from stagemesh.shared.runtime.children import Children
 from stagemesh.shared.runtime.drain import DrainSchedule, Stop
@@ -40,9 +37,11 @@ from stagemesh.shared.runtime.nats_server import (
 )
 from stagemesh.shared.runtime.notify import ADDRESS, METRICS
 from stagemesh.shared.runtime.notify_socket import NotifySocket
-from stagemesh.shared.runtime.plan import ENTRIES, STOP_ORDER, ProcessSpec, load_entry, service_processes
+from stagemesh.shared.runtime.options import UpOptions, preload
+from stagemesh.shared.runtime.plan import STOP_ORDER, ProcessSpec, load_entry, service_processes
 from stagemesh.shared.runtime.ready import ready_record, ready_text
 from stagemesh.shared.runtime.reporter import Reporter
+from stagemesh.shared.runtime.restarts import MAX_FALLS, WITHIN_S, Restarts, group_of
 from stagemesh.shared.runtime.rundir import write_atomically
 from stagemesh.shared.runtime.signals import STOP_SIGNALS, SignalPipe, watched_signals
 
@@ -57,19 +56,6 @@ class Phase(Enum):
     SERVING = "serving"
     STOPPING = "stopping"
     OVER = "over"
-
-
-@dataclass(frozen=True, slots=True)
-class UpOptions:
-    """`preload` are modules imported once, before forking, if they are installed. `child_environ` is added to every
-    child's environment."""
-
-    config: Config
-    ready_file: Path | None = None
-    startup_timeout_s: float = 180.0
-    entries: Mapping[str, str] = field(default_factory=lambda: ENTRIES)
-    preload: tuple[str, ...] = ("torch",)
-    child_environ: Mapping[str, str] = field(default_factory=dict)
 
 
 def supervise(options: UpOptions, reporter: Reporter) -> int:
@@ -110,6 +96,8 @@ class Supervisor:
         self._children = children
         self._phase = Phase.STARTING_BUS
         self._drain: DrainSchedule | None = None
+        self._restarts = Restarts()
+        self._returning: set[str] = set()  # groups that were started again and are not ready yet
         self._deadline = time.monotonic() + options.startup_timeout_s
         self._exit_code = 0
 
@@ -117,7 +105,7 @@ class Supervisor:
         self._selector.register(self._pipe, selectors.EVENT_READ, self._on_signals)
         self._selector.register(self._notify, selectors.EVENT_READ, self._on_notifications)
         self._start_bus()
-        _preload(self._options.preload)
+        preload(self._options.preload)
         while True:
             self._advance(time.monotonic())
             if self._phase is Phase.OVER:
@@ -131,14 +119,16 @@ class Supervisor:
     def _next_deadline(self) -> float | None:
         if self._drain is not None:
             return self._drain.deadline
+        if self._phase is Phase.SERVING:
+            return self._restarts.deadline(time.monotonic())
         return self._deadline if self._phase in (Phase.STARTING_BUS, Phase.STARTING) else None
 
-    def _start_bus(self) -> None:
-        if self._config.nats.url:
+    def _start_bus(self, port: str = "-1") -> None:
+        if self._config.nats.url and NATS_SPEC.name not in self._children.names:
             return
         store = Path(self._config.mesh.run_dir) / "nats"
         binary, mesh = find_nats_server(), self._config.mesh.name
-        self._fork(NATS_SPEC, lambda: run_nats_server(binary, store, mesh))
+        self._fork(NATS_SPEC, lambda: run_nats_server(binary, store, mesh, port))
 
     def _start_services(self) -> None:
         if (bus := self._children.get(NATS_SPEC.name)) is not None:
@@ -216,7 +206,12 @@ class Supervisor:
             child.close()
         assert child.wait_status is not None
         said = f"{child.spec.name} {describe_exit(child.wait_status)}"
-        match on_exit(child.spec, child.wait_status, is_stopping=self._drain is not None):
+        is_stopping, is_serving = self._drain is not None, self._phase is Phase.SERVING
+        match on_exit(child.spec, child.wait_status, is_stopping=is_stopping, is_serving=is_serving):
+            case ExitAction.RESTART if self._restarts.died(group_of(child.spec), time.monotonic()):
+                self._report.error(said)
+            case ExitAction.RESTART:
+                self._fail(f"{said}: {MAX_FALLS} falls within {WITHIN_S:g} s are too many", child)
             case ExitAction.STOP_ALL:
                 self._fail(said, child)
             case ExitAction.REPORT:
@@ -231,6 +226,8 @@ class Supervisor:
             self._start_services()
         elif self._phase is Phase.STARTING and self._children.are_ready:
             self._serve()
+        elif self._phase is Phase.SERVING:
+            self._restart(now)
         elif self._phase in (Phase.STARTING_BUS, Phase.STARTING) and now >= self._deadline:
             late = [child for child in self._children if not child.is_ready]
             names = ", ".join(f"{child.spec.name} ({child.status})" for child in late)
@@ -241,10 +238,34 @@ class Supervisor:
             if not alive:
                 self._phase = Phase.OVER
 
-    def _serve(self) -> None:
-        self._phase = Phase.SERVING
+    def _restart(self, now: float) -> None:
+        alive = frozenset(group_of(child.spec) for child in self._children if child.is_alive)
+        due = self._restarts.due(now, alive)
+        for child in self._children:
+            group = group_of(child.spec)
+            if group in due.hanging:
+                self._send([(child.spec.name, signal.SIGKILL)] if child.is_alive else [])
+            elif group in due.again:
+                self._returning.add(group)
+                if child.spec is NATS_SPEC:
+                    self._start_bus(child.address.rpartition(":")[2])
+                else:
+                    self._fork(child.spec, self._service(child.spec))
+        for group in sorted(self._returning):
+            if all(child.is_ready for child in self._children if group_of(child.spec) == group):
+                self._returning.discard(group)
+                self._write_record()
+                self._report.info(f"{group} is back, start {self._restarts.counts[group] + 1}")
+
+    def _write_record(self) -> None:
         if self._options.ready_file is not None:
             write_atomically(self._options.ready_file, ready_record(self._config, list(self._children)))
+
+    def _serve(self) -> None:
+        self._phase = Phase.SERVING
+        router = msgspec.structs.replace(self._config.router, listen=self._children["router"].address)
+        self._config = msgspec.structs.replace(self._config, router=router)  # clients know it from now on
+        self._write_record()
         self._report.announce(ready_text(self._config, self._children["router"].address))
 
     def _fail(self, why: str, *children: Child) -> None:
@@ -273,13 +294,3 @@ class Supervisor:
             if number is signal.SIGKILL:
                 self._report.error(f"{name} is killed")
             self._children[name].send(number)
-
-
-def _preload(names: tuple[str, ...]) -> None:
-    # a pool of numpy's threads would not survive the fork, and no service needs one
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    for name in names:
-        if find_spec(name) is not None:
-            import_module(name)
-    gc.collect()
-    gc.freeze()  # or a collection in a child would copy every page of what it inherited

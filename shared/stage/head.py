@@ -129,7 +129,7 @@ class Head(ABC):
             self.pump()
         except Exception as error:  # a callback's exception would only be logged: it must end the instance
             self._context.spawn(_fail(error))
-        if not any(self.held.values()):
+        if not self.has_work:
             self._idle.set()
 
     @abstractmethod
@@ -146,7 +146,7 @@ class Head(ABC):
 
     async def idle(self) -> None:
         """Returns when nothing is in flight."""
-        while any(self.held.values()):
+        while self.has_work:
             self._idle.clear()
             await self._idle.wait()
 
@@ -158,7 +158,8 @@ class Head(ABC):
 
     @property
     def has_work(self) -> bool:
-        return any(self.held.values())
+        """Pages in quarantine wait for a proof from elsewhere, which may never come: that is no work."""
+        return any(count for what, count in self.held.items() if what != "pages_quarantined")
 
     @property
     @abstractmethod

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from stagemesh.shared.config import build_config
 from stagemesh.shared.config.local import LocalLayout, local_document
+from stagemesh.shared.runtime.options import UpOptions
 from stagemesh.shared.runtime.reporter import Reporter
 from stagemesh.shared.runtime.rundir import private_run_dir
-from stagemesh.shared.runtime.supervisor import UpOptions, supervise
+from stagemesh.shared.runtime.supervisor import supervise
 from tests.support.fake_services import ENTRIES
 
 

@@ -30,15 +30,19 @@ class RunningMesh:
     def __init__(self, process: subprocess.Popen[str], ready_file: Path) -> None:
         self.process = process
         self.output: list[str] = []
+        self.record: dict[str, Any] = {}
         self._ready_file = ready_file
         self._said = threading.Event()
+        self._heard = threading.Condition()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.output.append(line)
+            with self._heard:
+                self.output.append(line)
+                self._heard.notify_all()
             if line.startswith("stagemesh serves"):
                 self._said.set()
         self._said.set()
@@ -46,7 +50,7 @@ class RunningMesh:
     def wait_ready(self) -> None:
         assert self._said.wait(START_LIMIT_S), self.said
         assert self._ready_file.exists(), self.said
-        self.record: dict[str, Any] = json.loads(self._ready_file.read_text())
+        self.record = self.read_record()
 
     @property
     def said(self) -> str:
@@ -74,17 +78,45 @@ class RunningMesh:
         assert all(reply.ok for reply in replies.values()), {n: r.violation for n, r in replies.items() if not r.ok}
         return replies
 
-    async def check_idle(self) -> None:
-        """Nothing is in flight anywhere: at once, or when what is on its way has come home."""
+    async def check_idle(self, *, but: frozenset[str] = frozenset()) -> dict[str, dict[str, int]]:
+        """Nothing is in flight anywhere: at once, or when what is on its way has come home. What is named `but` may be
+        held, and is returned."""
         held: dict[str, dict[str, int]] = {}
         try:
             async with asyncio.timeout(SETTLE_LIMIT_S):
                 while True:  # each round asks every process, which takes its time: no wait of our own
                     held = {n: {k: v for k, v in r.held.items() if v} for n, r in (await self.check()).items()}
-                    if not any(held.values()):
-                        return
+                    if not {what for each in held.values() for what in each} - but:
+                        return {name: each for name, each in held.items() if each}
         except TimeoutError:
             raise AssertionError(f"still held: {held}") from None
+
+    def read_record(self) -> dict[str, Any]:
+        """The ready file as it is now: what was started again has another pid."""
+        self.record = json.loads(self._ready_file.read_text())
+        return self.record
+
+    async def until_back(self, group: str, start: int = 2) -> None:
+        """Returns when an instance, the router or the bus has been started for that time, and is ready."""
+        line = f"stagemesh: {group} is back, start {start}\n"
+
+        def wait() -> bool:
+            with self._heard:
+                return self._heard.wait_for(lambda: line in self.output, START_LIMIT_S)
+
+        assert await asyncio.to_thread(wait), self.said
+        self.read_record()
+
+    async def until_instances(self, count: int) -> None:
+        """Returns when the router can talk to so many. Each round asks it, which takes its time: no wait of our own."""
+        async with asyncio.timeout(START_LIMIT_S), Client(self.router, INSPECT) as client:
+            while (await self._gauges(client))["instances"] != count:
+                assert self.process.poll() is None, self.said
+
+    async def _gauges(self, client: Client) -> Mapping[str, int]:
+        reply = await client.call("Check", inspect_pb2.CheckRequest(), timeout_s=START_LIMIT_S)
+        gauges: Mapping[str, int] = reply.gauges
+        return gauges
 
     async def spans(self) -> list[dict[str, Any]]:
         spans = []

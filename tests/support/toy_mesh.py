@@ -185,8 +185,8 @@ class ToyMesh:
 
     @property
     def heads(self) -> dict[str, ToyHead]:
-        named = {"prefill": self.prefills, "decode": self.decodes}
-        return {f"{role}-{at}": head for role, heads in named.items() for at, head in enumerate(heads)}
+        prefills: dict[str, ToyHead] = {f"prefill-{at}": head for at, head in enumerate(self.prefills)}
+        return {**prefills, **{f"decode-{at}": head for at, head in enumerate(self.decodes)}}
 
     def lose(self, name: str) -> None:
         """From now on it says nothing; its streams end in a moment."""

@@ -62,8 +62,15 @@ EXITED_0, EXITED_3, TERMINATED, KILLED = 0, 3 << 8, int(TERM), int(KILL)
 
 
 @pytest.mark.parametrize("status", [EXITED_0, EXITED_3, TERMINATED, KILLED])
-def test_any_end_that_nobody_asked_for_stops_all(status: int) -> None:
-    assert on_exit(SPEC, status, is_stopping=False) is ExitAction.STOP_ALL
+def test_before_all_are_ready_any_end_stops_all(status: int) -> None:
+    assert on_exit(SPEC, status, is_stopping=False, is_serving=False) is ExitAction.STOP_ALL
+
+
+@pytest.mark.parametrize("status", [EXITED_0, EXITED_3, TERMINATED, KILLED])
+def test_what_ends_while_it_serves_is_started_again_but_for_the_broker(status: int) -> None:
+    assert on_exit(SPEC, status, is_stopping=False, is_serving=True) is ExitAction.RESTART
+    broker = ProcessSpec("broker", "broker", None, None, "unix:/run/b.sock")
+    assert on_exit(broker, status, is_stopping=False, is_serving=True) is ExitAction.STOP_ALL
 
 
 @pytest.mark.parametrize(
@@ -76,7 +83,7 @@ def test_any_end_that_nobody_asked_for_stops_all(status: int) -> None:
     ],
 )
 def test_while_stopping_only_a_clean_end_is_silent(status: int, action: ExitAction) -> None:
-    assert on_exit(SPEC, status, is_stopping=True) is action
+    assert on_exit(SPEC, status, is_stopping=True, is_serving=False) is action
 
 
 def test_an_end_is_told_in_words() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -72,18 +73,74 @@ def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path: Path) -> None:
         wait_gone([*pids.values()])
 
 
-def test_a_process_that_dies_is_named_with_its_last_lines_and_the_rest_is_drained(tmp_path: Path) -> None:
+def kill(mesh: Mesh, name: str) -> None:
+    """The process that has that name now."""
+    processes = json.loads(mesh.ready_file.read_text())["processes"]
+    (pid,) = [process["pid"] for process in processes if process["name"] == name]
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_broker_that_dies_is_named_with_its_last_lines_and_the_rest_is_drained(tmp_path: Path) -> None:
     with mesh_of(tmp_path) as mesh:
         pids = mesh.pids()
-        os.kill(pids["decode-0/1"], signal.SIGKILL)
+        kill(mesh, "broker")
         assert mesh.wait() == 1
         wait_gone([*pids.values()])
-    assert "error: decode-0/1 was killed by SIGKILL" in mesh.output
-    last_lines = mesh.output.partition("the last lines of decode-0/1:")[2]
-    assert "[decode-0/1] decode-0/1 was started" in last_lines
+    assert "error: broker was killed by SIGKILL" in mesh.output
+    assert "[broker] broker was started" in mesh.output.partition("the last lines of broker:")[2]
     assert {line for line in journal(tmp_path) if line.endswith("stopped")} == {
-        f"{name} stopped" for name in ("router", "prefill-0/0", "prefill-0/1", "decode-0/0", "broker")
+        f"{name} stopped" for name in ("router", "prefill-0/0", "prefill-0/1", "decode-0/0", "decode-0/1")
     }
+
+
+def test_an_instance_is_started_again_as_one_and_nobody_else_is(tmp_path: Path) -> None:
+    with mesh_of(tmp_path) as mesh:
+        before = mesh.pids()
+        kill(mesh, "decode-0/1")
+        mesh.read_until("decode-0 is back, start 2")
+        after = mesh.pids()
+        changed = {name for name in before if before[name] != after[name]}
+        assert changed == {"decode-0/0", "decode-0/1"}
+        assert "error: decode-0/1 was killed by SIGKILL" in mesh.output
+        terminate(mesh)
+        assert mesh.wait() == 0
+        wait_gone([*before.values(), *after.values()])
+
+
+def test_the_router_and_the_bus_come_back_where_they_were(tmp_path: Path) -> None:
+    with mesh_of(tmp_path) as mesh:
+        before = mesh.record()
+        for name in ("nats", "router"):
+            kill(mesh, name)
+            mesh.read_until(f"{name} is back, start 2")
+        after = mesh.record()
+        assert (after["nats"], after["router"]) == (before["nats"], before["router"])
+        addresses = {p["name"]: p["address"] for p in before["processes"]}
+        assert {p["name"]: p["address"] for p in after["processes"]} == addresses
+        terminate(mesh)
+        assert mesh.wait() == 0
+
+
+def test_what_dies_too_often_takes_the_mesh_down(tmp_path: Path) -> None:
+    with mesh_of(tmp_path) as mesh:
+        mesh.record()
+        for start in range(2, 6):
+            kill(mesh, "router")
+            mesh.read_until(f"router is back, start {start}")
+        kill(mesh, "router")
+        assert mesh.wait() == 1
+    assert "error: router was killed by SIGKILL: 5 falls within 60 s are too many" in mesh.output
+    assert "[router] router was started" in mesh.output.partition("the last lines of router:")[2]
+
+
+def test_a_stop_while_something_is_down_is_a_stop(tmp_path: Path) -> None:
+    with mesh_of(tmp_path) as mesh:
+        mesh.record()
+        kill(mesh, "decode-0/1")
+        mesh.read_until("decode-0/1 was killed by SIGKILL")
+        terminate(mesh)
+        assert mesh.wait() == 0
+    assert "is back" not in mesh.output
 
 
 @pytest.mark.parametrize(
@@ -149,13 +206,6 @@ def test_what_a_process_started_and_left_behind_is_killed(tmp_path: Path) -> Non
         assert mesh.wait() == 0
         [pid] = re.findall(r"left behind: ([0-9]+)", mesh.output)
         wait_gone([int(pid)])
-
-
-def test_the_bus_dying_is_a_death_like_any_other(tmp_path: Path) -> None:
-    with mesh_of(tmp_path) as mesh:
-        os.kill(mesh.pids()["nats"], signal.SIGKILL)
-        assert mesh.wait() == 1
-    assert "error: nats was killed by SIGKILL" in mesh.output
 
 
 def test_a_run_dir_has_one_supervisor_at_a_time(tmp_path: Path) -> None:

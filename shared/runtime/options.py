@@ -1,0 +1,38 @@
+"""What `stagemesh up` is told, and what its children inherit."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from stagemesh.shared.config import Config
+from stagemesh.shared.runtime.plan import ENTRIES
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """`preload` are modules imported once, before forking, if they are installed. `child_environ` is added to every
+    child's environment."""
+
+    config: Config
+    ready_file: Path | None = None
+    startup_timeout_s: float = 180.0
+    entries: Mapping[str, str] = field(default_factory=lambda: ENTRIES)
+    preload: tuple[str, ...] = ("torch",)
+    child_environ: Mapping[str, str] = field(default_factory=dict)
+
+
+def preload(names: tuple[str, ...]) -> None:
+    """Imports what children are to inherit."""
+    # a pool of numpy's threads would not survive the fork, and no service needs one
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    for name in names:
+        if find_spec(name) is not None:
+            import_module(name)
+    gc.collect()
+    gc.freeze()  # or a collection in a child would copy every page of what it inherited
