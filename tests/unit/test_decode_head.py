@@ -214,3 +214,16 @@ def test_what_a_router_says_of_a_request_reaches_the_scheduler() -> None:
             assert second.arrived_s - first.arrived_s >= 1000.0
 
     asyncio.run(run())
+
+
+def test_a_head_that_drains_does_not_wait_for_pages_in_quarantine() -> None:
+    async def follow(case: Case) -> None:
+        await case.reserve()
+        close = instance_pb2.CloseTicketRequest(ticket_id="t", reason="so", quiesced=False, epoch=case._epoch)
+        await case.head.CloseTicket(close, None)
+        await asyncio.sleep(0)
+        assert case.head.held["pages_quarantined"] == 2
+        async with asyncio.timeout(5):
+            await case.head.idle()
+
+    with_case(follow)
