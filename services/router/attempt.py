@@ -16,6 +16,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -30,6 +31,8 @@ from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.errors import Retryable, StagemeshError
 
 PLACEMENT_WAIT_S = 5.0  # for a pair of instances to be there
+SEND_OFF_S = 1.0  # the same, where an instance has been lost
+NEWS_WAIT_S = 0.25  # for the directory to say that an instance has gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,23 @@ class Attempt:
             self._owner.on_failure(self, failure)
 
     async def _send_off(self, mesh: MeshView, tickets: Tickets) -> None:
-        wanted, placement = self.wanted, await self._place(mesh)
+        """This view of the directory may lag behind the broker's: a pair that is not there any more when the ticket is
+        opened costs no attempt, but a moment in which the news may come."""
+        deadline_s = time.monotonic() + (SEND_OFF_S if self.wanted.lost_on else PLACEMENT_WAIT_S)
+        while True:
+            placement = await self._place(mesh)
+            mesh.changed.clear()
+            try:
+                return await self._send_to(placement, mesh, tickets)
+            except Retryable:
+                if self._decode is not None or self._prefill is not None or time.monotonic() >= deadline_s:
+                    raise
+            with suppress(TimeoutError):
+                async with asyncio.timeout(NEWS_WAIT_S):
+                    await mesh.changed.wait()
+
+    async def _send_to(self, placement: Placement, mesh: MeshView, tickets: Tickets) -> None:
+        wanted = self.wanted
         prefill = placement.prefill.ref
         self._pair = (prefill,) if placement.decode is None else (prefill, placement.decode.ref)
         if placement.decode is None:

@@ -30,6 +30,7 @@ from stagemesh.shared.core.directory import InstanceInfo, Role
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput, end_after
+from stagemesh.shared.errors import Retryable
 from stagemesh.shared.model.source import open_model
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import broker_pb2, instance_pb2
@@ -176,6 +177,7 @@ class ToyMesh:
         self.prefill, self.decode = self.prefills[0], self.decodes[0]
         self._losing: asyncio.Queue[str] = asyncio.Queue()
         self.prompts: dict[RequestRef, list[int]] = {}
+        self.refusals = 0  # times that a ticket is refused: the broker knows of a loss before the router does
         self.tickets: dict[str, RequestRef] = {}
         self.failed: list[str] = []
         self.changed = asyncio.Event()
@@ -212,6 +214,9 @@ class ToyMesh:
         self, request: broker_pb2.OpenTicketRequest, context: Any
     ) -> broker_pb2.OpenTicketReply:
         await self.placeable.wait()
+        if self.refusals:
+            self.refusals -= 1
+            raise Retryable("decode-0@1 is not there (any more)")
         ticket_id = f"t{len(self.tickets)}"
         self.tickets[ticket_id] = RequestRef(request.request_id, request.attempt)
         return broker_pb2.OpenTicketReply(ticket_id=ticket_id)

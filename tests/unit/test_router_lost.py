@@ -128,3 +128,13 @@ def test_a_failure_that_is_the_requests_own_ends_it(folder: Path, model: Path) -
         assert value(router, metrics.MORE_ATTEMPTS) == 0
 
     run(folder, model, work, disturb=at(10, end=SequenceEnd.FAILED), pairs=2)
+
+
+def test_a_view_that_lags_behind_the_brokers_costs_no_attempt(folder: Path, model: Path) -> None:
+    async def work(router: GeneratorService, mesh: ToyMesh) -> None:
+        mesh.refusals = 5
+        assert (await ask(router, request_of(PROMPT, 30))).token_ids == undisturbed(PROMPT, 30)
+        assert mesh.refusals == 0
+        assert value(router, metrics.MORE_ATTEMPTS) == 0
+
+    run(folder, model, work, max_attempts=3)
