@@ -11,29 +11,27 @@ comes back on an old port must be told from the one that was there.
 
 from __future__ import annotations
 
-import asyncio
 import io
 import os
 import secrets
 import socket
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import torch
 
-from stagemesh.shared.errors import Exhausted, ProtocolViolation, Rejected, Retryable, StagemeshError
+from stagemesh.shared.errors import ProtocolViolation, Rejected, Retryable, StagemeshError
 from stagemesh.shared.transfer.base import Lane, Piece, Region, RegionKey
-from stagemesh.shared.transfer.batches import Batch, check_pieces, cut, join_neighbours
+from stagemesh.shared.transfer.batches import Batch
 from stagemesh.shared.transfer.handle import Transfer
 from stagemesh.shared.transfer.listeners import confine_to_loopback, listeners_since, listening_inodes
 from stagemesh.shared.transfer.regions import RegionTable
 from stagemesh.shared.transfer.sender import Engine, Sender
-from stagemesh.shared.transfer.workers import Workers
+from stagemesh.shared.transfer.writes import Failure, Writes
 
 DEBIAN_PACKAGES: Final = ("libibverbs1", "librdmacm1", "libnuma1")
 MIN_TIMEOUT_S: Final = 5  # the engine takes less as this
@@ -140,16 +138,11 @@ class MooncakeEndpoint:
         self._port = engine.get_rpc_port()
         self.name = f"{self._settings.host}:{self._port}#{secrets.token_hex(4)}"
         self._regions = RegionTable()
-        self._open: set[Transfer] = set()
-        self._num_unproven = 0  # writes that have failed and that the engine may still read for
-        self._kept: list[torch.Tensor] = []  # unregistered since then: theirs may be the memory it reads
+        self._kept: list[torch.Tensor] = []  # unregistered after a write in doubt: theirs may be the memory it reads
         self._sender: Sender | None = Sender(
             engine, timeout_s=self._settings.timeout_s, connect_timeout_s=self._settings.connect_timeout_s
         )
-        self._workers = {
-            Lane.BULK: Workers(self._settings.num_bulk_threads, "transfer-bulk"),
-            Lane.URGENT: Workers(1, "transfer-urgent"),
-        }
+        self._writes = Writes(self._send, self._settings)
 
     def register(self, memory: torch.Tensor) -> Region:
         region = self._regions.bounds(memory)
@@ -165,7 +158,7 @@ class MooncakeEndpoint:
         if self._engine is None or memory is None:
             return
         self._engine.unregister_memory(region.address)
-        if self._num_unproven:
+        if self._writes.num_unproven:
             self._kept.append(memory)
 
     def publish(self, region: Region) -> RegionKey:
@@ -173,38 +166,14 @@ class MooncakeEndpoint:
 
     def write(self, key: RegionKey, pieces: Sequence[Piece], lane: Lane = Lane.BULK) -> Transfer:
         self._running()
-        if len(self._open) >= self._settings.max_open_writes:
-            raise Exhausted(f"{len(self._open)} writes are open")
         split_name(key.endpoint)
-        check_pieces(pieces, key, self._regions.regions)
-        batches = cut(
-            join_neighbours(pieces),
-            max_bytes=self._settings.max_batch_bytes,
-            max_pieces=self._settings.max_batch_pieces,
-        )
-        transfer = Transfer(
-            num_pieces=len(pieces),
-            num_bytes=sum(batch.num_bytes for batch in batches),
-            num_batches=len(batches),
-            on_settled=self._settled,
-        )
-        if batches:
-            self._open.add(transfer)
-            loop = asyncio.get_running_loop()
-            for batch in batches:
-                self._workers[lane].submit(partial(self._send, key, transfer, batch, lane, loop))
-        return transfer
+        return self._writes.start(key, pieces, lane, self._regions.regions)
 
     async def close(self) -> None:
-        for transfer in self._open:
-            transfer.cancel()
         engine, self._engine = self._engine, None
-        for transfer in tuple(self._open):
-            await transfer.settle()
+        await self._writes.end()
         if engine is None:
             return
-        for workers in self._workers.values():
-            workers.stop()  # nothing runs any more: the join is immediate
         for region in self._regions.regions:
             engine.unregister_memory(region.address)
         self._sender = None
@@ -218,26 +187,9 @@ class MooncakeEndpoint:
             raise Retryable(f"endpoint {self.name} is closed")
         return self._engine
 
-    def _settled(self, transfer: Transfer) -> None:
-        self._open.discard(transfer)
-        self._num_unproven += not transfer.quiescent
-
-    def _send(
-        self, key: RegionKey, transfer: Transfer, batch: Batch, lane: Lane, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        """On a worker thread: one batch, from the decision to send it to telling the loop how it ended."""
-        sender = self._sender
-        assert sender is not None, "the workers stop first"
-        end: Callable[[], None]
-        if not transfer.begin():
-            end = transfer.batch_skipped
-        elif (failure := sender.send(*split_name(key.endpoint), batch, lane)) is None:
-            end = partial(transfer.batch_done, batch.num_bytes)
-        else:
-            transfer.stop()  # now, not when the loop gets to it
-            end = partial(transfer.batch_failed, failure.error, proven=failure.proven)
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-            loop.call_soon_threadsafe(end)
+    def _send(self, endpoint: str, batch: Batch, lane: Lane) -> Failure | None:
+        assert self._sender is not None, "the workers stop first"
+        return self._sender.send(*split_name(endpoint), batch, lane)
 
     def _wake_listeners(self) -> None:
         """The engine's destructor waits for its handshake thread, which looks up once in a second while it waits for

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import socket
 import time
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from stagemesh.shared.errors import PeerLost, Retryable, StagemeshError
 from stagemesh.shared.transfer.base import Lane
 from stagemesh.shared.transfer.batches import Batch
+from stagemesh.shared.transfer.writes import Failure
 
 PENDING: Final = 0
 SUCCEEDED: Final = 1
@@ -45,14 +45,6 @@ class Engine(Protocol):
     def transfer_check_status(self, transfer_id: int, /) -> int:
         """PENDING, SUCCEEDED, or negative: failed. Except while pending, the id is void afterwards."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """`proven`: nothing of the batch is in flight."""
-
-    error: StagemeshError
-    proven: bool
 
 
 class Sender:

@@ -10,7 +10,8 @@ import pytest
 from stagemesh.shared.errors import PeerLost, Retryable
 from stagemesh.shared.transfer.base import Lane
 from stagemesh.shared.transfer.batches import Batch
-from stagemesh.shared.transfer.sender import NOT_SUBMITTED, PENDING, SUCCEEDED, Failure, Sender
+from stagemesh.shared.transfer.sender import NOT_SUBMITTED, PENDING, SUCCEEDED, Sender
+from stagemesh.shared.transfer.writes import Failure
 
 FAILED = -1
 BATCH = Batch([0, 10, 20], [100, 110, 120], [10, 10, 10], 30)
