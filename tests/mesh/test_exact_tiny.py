@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,12 +76,14 @@ async def ask_all(router: str, wanted: list[list[int]]) -> list[Answer]:
     return [task.result() for task in tasks]
 
 
-def run_shape(tmp_path: Path, architecture: Architecture, shape: Shape, count: int) -> None:
+def run_shape(
+    tmp_path: Path, architecture: Architecture, shape: Shape, count: int, options: Sequence[str] = ()
+) -> None:
     model = make_tiny(tmp_path / "model", architecture, num_layers=NUM_LAYERS, max_context=256)
     reference = load_reference(model)
     wanted = prompts(count, reference.config.vocab_size)
     sizes = ["--page-size", str(PAGE), "--chunk-size", str(CHUNK), "--num-pages", "400", "--max-running", "16"]
-    with running_mesh(tmp_path, "--model", str(model), "--dtype", "float64", *sizes, *shape.options) as mesh:
+    with running_mesh(tmp_path, "--model", str(model), "--dtype", "float64", *sizes, *shape.options, *options) as mesh:
         answers = asyncio.run(ask_all(mesh.router, wanted))
         asyncio.run(mesh.check_idle())
     compared = [check_greedy(reference, prompt, a.token_ids) for prompt, a in zip(wanted, answers, strict=True)]

@@ -1,4 +1,4 @@
-"""What every transfer backend does. The mooncake target is another process; the memory one is an endpoint beside."""
+"""What every transfer backend does. The memory target is an endpoint beside; the others are another process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,8 +15,7 @@ import torch
 from stagemesh.shared.errors import Cancelled, PeerLost, ProtocolViolation, Rejected, Retryable
 from stagemesh.shared.transfer.base import Endpoint, Lane, Piece, Region, RegionKey, TransferState
 from stagemesh.shared.transfer.memory import MemoryEndpoint, MemoryFabric
-from stagemesh.shared.transfer.mooncake import MooncakeEndpoint, MooncakeSettings
-from tests.unit.transfer_target import TargetProcess, digest
+from tests.unit.transfer_target import BETWEEN_PROCESSES, TargetProcess, digest, installed, open_backend
 
 MIB = 1 << 20
 TARGET_BYTES = 64 * MIB
@@ -53,12 +51,12 @@ def memory_backend() -> Backend:
 
 
 @contextmanager
-def mooncake_backend() -> Iterator[Backend]:
-    process = TargetProcess(TARGET_BYTES)
+def process_backend(backend: str) -> Iterator[Backend]:
+    process, lost = TargetProcess(TARGET_BYTES, backend), TargetProcess(MIB, backend)
+    lost.close()
     target = Target(process.key, process.digest, process.count, process.clear)
-    settings = MooncakeSettings(max_batch_bytes=4 * MIB)
     try:
-        yield Backend(partial(MooncakeEndpoint, settings), target, "127.0.0.1:1#0")
+        yield Backend(partial(open_backend, backend), target, lost.key.endpoint)
     finally:
         process.close()
 
@@ -67,14 +65,17 @@ def mooncake_backend() -> Iterator[Backend]:
     scope="module",
     params=[
         "memory",
-        pytest.param("mooncake", marks=pytest.mark.skipif(find_spec("mooncake") is None, reason="not installed")),
+        *(
+            pytest.param(name, marks=pytest.mark.skipif(not installed(name), reason="not installed"))
+            for name in BETWEEN_PROCESSES
+        ),
     ],
 )
 def shared_backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     if request.param == "memory":
         yield memory_backend()
     else:
-        with mooncake_backend() as backend:
+        with process_backend(request.param) as backend:
             yield backend
 
 

@@ -1,8 +1,9 @@
 """A process that others write to: it registers memory, prints the key, then answers questions about its bytes.
 
-python transfer_target.py NUM_BYTES
+python transfer_target.py BACKEND NUM_BYTES
 -> endpoint address length
-"digest OFFSET LENGTH" -> sha256, "count" -> bytes that are not 0, "clear" -> ok, end of input -> exit
+"digest OFFSET LENGTH" -> sha256, "only OFFSET LENGTH" -> the byte that all of it is, or -1,
+"count" -> bytes that are not 0, "clear" -> ok, end of input -> exit
 """
 
 from __future__ import annotations
@@ -12,11 +13,28 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import torch
 
-from stagemesh.shared.transfer.base import RegionKey
-from stagemesh.shared.transfer.mooncake import MooncakeEndpoint
+from stagemesh.shared.transfer.base import Endpoint, RegionKey
+from stagemesh.shared.transfer.mooncake import MooncakeEndpoint, MooncakeSettings
+from stagemesh.shared.transfer.nixl import NixlEndpoint, NixlSettings
+
+BETWEEN_PROCESSES = ("mooncake", "nixl", "nixl-tcp")
+MIB = 1 << 20
+
+
+def open_backend(backend: str, max_batch_bytes: int = 4 * MIB) -> Endpoint:
+    """One of BETWEEN_PROCESSES; `nixl-tcp` is what `nixl` does between hosts."""
+    if backend == "mooncake":
+        return MooncakeEndpoint(MooncakeSettings(max_batch_bytes=max_batch_bytes))
+    protocol = {"nixl": "auto", "nixl-tcp": "tcp"}[backend]
+    return NixlEndpoint(NixlSettings(protocol=protocol, max_batch_bytes=max_batch_bytes))
+
+
+def installed(backend: str) -> bool:
+    return find_spec(backend.partition("-")[0]) is not None
 
 
 def digest(memory: torch.Tensor, offset: int, length: int) -> str:
@@ -26,9 +44,9 @@ def digest(memory: torch.Tensor, offset: int, length: int) -> str:
 class TargetProcess:
     """That process, seen from the test."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, backend: str = "mooncake") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(num_bytes)],
+            [sys.executable, __file__, backend, str(num_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -56,6 +74,10 @@ class TargetProcess:
     def count(self) -> int:
         return int(self.ask("count"))
 
+    def only(self, offset: int, length: int) -> int:
+        """The byte that the whole range consists of; -1 if there are several."""
+        return int(self.ask(f"only {offset} {length}"))
+
     def clear(self) -> None:
         assert self.ask("clear") == "ok"
 
@@ -75,14 +97,17 @@ class TargetProcess:
 
 def main() -> None:
     torch.set_num_threads(1)
-    memory = torch.zeros(int(sys.argv[1]), dtype=torch.uint8)
-    endpoint = MooncakeEndpoint()
+    memory = torch.zeros(int(sys.argv[2]), dtype=torch.uint8)
+    endpoint = open_backend(sys.argv[1])
     key = endpoint.publish(endpoint.register(memory))
     print(key.endpoint, key.address, key.length, flush=True)
     for line in sys.stdin:
         match line.split():
             case ["digest", offset, length]:
                 print(digest(memory, int(offset), int(length)), flush=True)
+            case ["only", offset, length]:
+                part = memory[int(offset) : int(offset) + int(length)]
+                print(int(part[0]) if bool((part == part[0]).all()) else -1, flush=True)
             case ["count"]:
                 print(int(torch.count_nonzero(memory)), flush=True)
             case ["clear"]:

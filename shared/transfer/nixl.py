@@ -1,0 +1,151 @@
+"""NIXL as an Endpoint, over UCX: host memory of one host by copies between processes, else TCP. The only module that
+knows it.
+
+open: environment -> agent (with its progress thread)
+publish: the region's metadata and the agent's addresses, about half a KB, travel inside of the key
+write: pieces -> batches -> a worker thread of the lane posts and polls one batch after the other -> the loop is told
+close: cancel, wait for what runs, stop the threads, end the registrations, drop the agent
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from stagemesh.shared.errors import Rejected, Retryable, StagemeshError
+from stagemesh.shared.transfer.base import Lane, Piece, Region, RegionKey
+from stagemesh.shared.transfer.batches import Batch
+from stagemesh.shared.transfer.handle import Transfer
+from stagemesh.shared.transfer.nixl_sender import MEMORY, Agent, NixlSender, join_key, split_key
+from stagemesh.shared.transfer.regions import RegionTable
+from stagemesh.shared.transfer.writes import Failure, Writes
+
+BACKEND: Final = "UCX"
+# what shared memory segments would add is their leftovers after a kill
+TRANSPORTS: Final = {"auto": "self,tcp,cma", "tcp": "self,tcp"}
+
+
+@dataclass(frozen=True, slots=True)
+class NixlSettings:
+    """A loopback `host` confines the agent to the loopback interface; otherwise it offers every interface of the host,
+    or those that UCX_NET_DEVICES names.
+
+    A batch is what is posted at once: its bytes bound how long an abort, and an urgent write, have to wait: while one
+    thread copies, no other can post. `num_bulk_threads` is also the number of bulk batches under way.
+    """
+
+    host: str = "127.0.0.1"
+    protocol: str = "auto"
+    max_batch_bytes: int = 4 << 20
+    max_batch_pieces: int = 256
+    num_bulk_threads: int = 2
+    max_open_writes: int = 4096
+    timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.protocol not in TRANSPORTS:
+            raise Rejected("transfer.protocol", f"{self.protocol!r} is not known to 'nixl': {', '.join(TRANSPORTS)}")
+        if min(self.max_batch_bytes, self.max_batch_pieces, self.num_bulk_threads) < 1:
+            raise Rejected("max_batch_bytes, max_batch_pieces, num_bulk_threads", "must be at least 1")
+
+    def environment(self) -> dict[str, str]:
+        """The library reads these when it is loaded and when an agent is made."""
+        loopback = self.host == "localhost" or self.host.startswith("127.")
+        return {
+            "UCX_TLS": TRANSPORTS[self.protocol],
+            **({"UCX_NET_DEVICES": "lo"} if loopback else {}),
+            "UCX_LOG_LEVEL": "FATAL",  # it writes to standard output, and what it says is reported as the write's error
+            "NIXL_LOG_LEVEL": "FATAL",
+        }
+
+
+def create_agent(name: str, settings: NixlSettings) -> Agent:
+    """Raises StagemeshError if the library cannot be loaded or does not start."""
+    os.environ.update(settings.environment())
+    try:
+        from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+    except ImportError as error:
+        raise StagemeshError(
+            f"NIXL cannot be loaded ({error}). It needs the Python packages nixl and nixl-cu12, the extra [nixl]"
+        ) from error
+    sync = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # off by default, and several threads post here
+    try:
+        agent: Agent = nixl_agent(name, nixl_agent_config(backends=[BACKEND], sync_mode=sync))
+    except Exception as error:
+        raise StagemeshError(f"NIXL does not start on {settings.host}: {error!r}") from error
+    return agent
+
+
+class NixlEndpoint:
+    """An Endpoint for host memory. The library's environment is the process's: use one host and protocol in a process.
+
+    `name` is that of the agent. Peers get it, with what they need to connect, inside of the keys.
+    """
+
+    def __init__(self, settings: NixlSettings | None = None) -> None:
+        self._settings = settings or NixlSettings()
+        self.name = f"{self._settings.host}#{secrets.token_hex(8)}"
+        agent = create_agent(self.name, self._settings)
+        self._agent: Agent | None = agent
+        self._regions = RegionTable()
+        self._registered: dict[Region, Any] = {}
+        self._kept: list[torch.Tensor] = []  # unregistered after a write in doubt: theirs may be the memory it reads
+        self._sender: NixlSender | None = NixlSender(agent, self.name, timeout_s=self._settings.timeout_s)
+        self._writes = Writes(self._send, self._settings)
+
+    def register(self, memory: torch.Tensor) -> Region:
+        if memory.device.type != "cpu":
+            raise Rejected("memory", f"must be on the CPU, is on {memory.device}")
+        region = self._regions.bounds(memory)
+        agent = self._running()
+        try:
+            self._registered[region] = agent.register_memory([(region.address, region.length, 0, "")], MEMORY)
+        except Exception as error:
+            raise Retryable(f"NIXL did not register {region}: {error!r}") from error
+        self._regions.add(region, memory)
+        return region
+
+    def unregister(self, region: Region) -> None:
+        memory = self._regions.remove(region)
+        if self._agent is None or memory is None:
+            return
+        if self._writes.num_unproven:
+            self._kept.append(memory)
+        self._agent.deregister_memory(self._registered.pop(region))
+
+    def publish(self, region: Region) -> RegionKey:
+        key = self._regions.key(self.name, region)
+        metadata = self._running().get_partial_agent_metadata(self._registered[region], True, [BACKEND])
+        return RegionKey(join_key(self.name, metadata), key.address, key.length)
+
+    def write(self, key: RegionKey, pieces: Sequence[Piece], lane: Lane = Lane.BULK) -> Transfer:
+        self._running()
+        split_key(key.endpoint)
+        return self._writes.start(key, pieces, lane, self._regions.regions)
+
+    async def close(self) -> None:
+        agent, self._agent = self._agent, None
+        await self._writes.end()
+        if agent is None:
+            return
+        for registered in self._registered.values():
+            agent.deregister_memory(registered)
+        self._registered.clear()
+        self._sender = None
+        del agent  # ends its thread, and what is left of unproven writes: only now may memory go
+        self._regions = RegionTable()
+        self._kept.clear()
+
+    def _running(self) -> Agent:
+        if self._agent is None:
+            raise Retryable(f"endpoint {self.name} is closed")
+        return self._agent
+
+    def _send(self, endpoint: str, batch: Batch, lane: Lane) -> Failure | None:
+        assert self._sender is not None, "the workers stop first"
+        return self._sender.send(endpoint, batch, lane)

@@ -1,0 +1,185 @@
+"""What is particular to the NIXL backend: peers that come and go, keys, settings. The agent here is a scripted one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from stagemesh.shared.config import TransferSection
+from stagemesh.shared.errors import PeerLost, ProtocolViolation, Rejected, Retryable, StagemeshError
+from stagemesh.shared.obs.log import configure
+from stagemesh.shared.transfer import nixl_sender
+from stagemesh.shared.transfer.backends import open_endpoint
+from stagemesh.shared.transfer.base import Lane
+from stagemesh.shared.transfer.batches import Batch
+from stagemesh.shared.transfer.nixl import NixlSettings, create_agent
+from stagemesh.shared.transfer.nixl_sender import NixlSender, join_key, split_key
+from stagemesh.shared.transfer.writes import Failure
+
+BATCH = Batch([1], [2], [3], 3)
+KEY = join_key("peer", b"peer")
+
+
+class nixlRemoteDisconnectError(Exception):  # noqa: N801 - it is known by this name
+    pass
+
+
+class ScriptedAgent:
+    """Answers what it is told to, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.meet: Callable[[], None] = lambda: None
+        self.prepare: Callable[[], None] = lambda: None
+        self.states: list[str] = []
+        self.post: Callable[[], str] = lambda: "DONE"
+
+    def add_remote_agent(self, metadata: bytes) -> bytes:
+        self.asked.append("add")
+        self.meet()
+        return metadata
+
+    def remove_remote_agent(self, name: str) -> None:
+        self.asked.append("remove")
+
+    def get_xfer_descs(self, descriptors: list[tuple[int, int, int]], memory: str) -> Any:
+        return descriptors
+
+    def initialize_xfer(self, operation: str, local: Any, remote: Any, name: str) -> Any:
+        self.prepare()
+        return object()
+
+    def transfer(self, handle: Any) -> str:
+        self.asked.append("post")
+        return self.post()
+
+    def check_xfer_state(self, handle: Any) -> str:
+        return self.states.pop(0) if self.states else "PROC"
+
+    def release_xfer_handle(self, handle: Any) -> None:
+        self.asked.append("release")
+
+    def register_memory(self, descriptors: list[tuple[int, int, int, str]], memory: str) -> Any: ...
+    def deregister_memory(self, registered: Any) -> None: ...
+    def get_partial_agent_metadata(self, registered: Any, with_connection: bool, backends: list[str]) -> bytes:
+        return b""
+
+
+def raising(error: Exception) -> Callable[[], Any]:
+    def call() -> Any:
+        raise error
+
+    return call
+
+
+def failure_of(found: Failure | None) -> Failure:
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def agent() -> ScriptedAgent:
+    return ScriptedAgent()
+
+
+@pytest.fixture
+def sender(agent: ScriptedAgent) -> NixlSender:
+    return NixlSender(agent, "own", timeout_s=0.01)
+
+
+def test_a_peer_is_met_once_and_a_handle_is_always_released(agent: ScriptedAgent, sender: NixlSender) -> None:
+    agent.post, agent.states = lambda: "PROC", ["PROC", "DONE"]
+    assert sender.send(KEY, BATCH, Lane.BULK) is None
+    agent.post = lambda: "DONE"
+    assert sender.send(KEY, BATCH, Lane.URGENT) is None
+    assert agent.asked == ["add", "post", "release", "post", "release"]
+
+
+def test_a_connection_that_broke_is_in_doubt_and_is_made_anew(agent: ScriptedAgent, sender: NixlSender) -> None:
+    agent.post = raising(nixlRemoteDisconnectError())
+    failure = failure_of(sender.send(KEY, BATCH, Lane.BULK))
+    assert isinstance(failure.error, PeerLost)
+    assert not failure.proven
+    agent.post = lambda: "DONE"
+    assert sender.send(KEY, BATCH, Lane.BULK) is None
+    assert agent.asked == ["add", "post", "release", "remove", "add", "post", "release"]
+
+
+def test_what_was_never_posted_is_proven_to_be_over(agent: ScriptedAgent, sender: NixlSender) -> None:
+    agent.prepare = raising(KeyError("no such region"))
+    failure = failure_of(sender.send(KEY, BATCH, Lane.BULK))
+    assert isinstance(failure.error, Retryable)
+    assert failure.proven
+    agent.prepare, agent.post = lambda: None, raising(ValueError("half of it"))
+    assert not failure_of(sender.send(KEY, BATCH, Lane.BULK)).proven
+
+
+@pytest.mark.parametrize("end", ["PROC", "ERR"])
+def test_a_write_that_does_not_end_or_ends_wrong_is_in_doubt(
+    agent: ScriptedAgent, sender: NixlSender, end: str
+) -> None:
+    agent.post = lambda: end
+    failure = failure_of(sender.send(KEY, BATCH, Lane.BULK))
+    assert isinstance(failure.error, Retryable)
+    assert not failure.proven
+    assert agent.asked[-1] == "release"
+
+
+def test_a_peer_that_is_not_there_is_tried_again_but_not_at_once(
+    agent: ScriptedAgent, sender: NixlSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent.meet = raising(OSError("refused"))
+    for _ in range(3):
+        failure = failure_of(sender.send(KEY, BATCH, Lane.BULK))
+        assert isinstance(failure.error, PeerLost)
+        assert failure.proven
+    assert agent.asked.count("add") == 1
+    agent.meet = lambda: None
+    monkeypatch.setattr(nixl_sender, "AGAIN_AFTER_S", 0.0)
+    assert sender.send(KEY, BATCH, Lane.BULK) is None
+
+
+def test_metadata_of_another_peer_is_refused(agent: ScriptedAgent, sender: NixlSender) -> None:
+    failure = failure_of(sender.send(join_key("peer", b"other"), BATCH, Lane.BULK))
+    assert isinstance(failure.error, ProtocolViolation)
+    assert failure.proven
+    assert "post" not in agent.asked
+
+
+def test_a_key_carries_name_and_metadata() -> None:
+    assert split_key(join_key("127.0.0.1#ab", b"\x00\xffmeta")) == ("127.0.0.1#ab", b"\x00\xffmeta")
+
+
+@pytest.mark.parametrize("endpoint", ["", "name", "name:", ":bWV0YQ==", "name:no base64", "127.0.0.1:1#0"])
+def test_a_key_that_is_none_is_refused(endpoint: str) -> None:
+    with pytest.raises(ProtocolViolation, match="not a NIXL endpoint"):
+        split_key(endpoint)
+
+
+def test_a_loopback_host_stays_on_loopback() -> None:
+    assert NixlSettings().environment()["UCX_NET_DEVICES"] == "lo"
+    assert "UCX_NET_DEVICES" not in NixlSettings(host="192.0.2.1").environment()
+
+
+@pytest.mark.parametrize("wrong", [{"protocol": "rdma"}, {"max_batch_bytes": 0}, {"num_bulk_threads": 0}], ids=str)
+def test_settings_that_cannot_be_kept_are_rejected(wrong: dict[str, Any]) -> None:
+    with pytest.raises(Rejected):
+        NixlSettings(**wrong)
+
+
+def test_memory_of_a_gpu_and_the_twin_are_refused() -> None:
+    with pytest.raises(Rejected, match="moves host memory only"):
+        open_endpoint(TransferSection(backend="nixl"), "cuda", configure("test"))
+    with pytest.raises(Rejected, match="does not work between processes"):
+        open_endpoint(TransferSection(backend="memory"), "cpu", configure("test"))
+
+
+def test_a_library_that_cannot_be_loaded_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NixlSettings().environment():
+        monkeypatch.setenv(name, "")  # so that they are put back
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    with pytest.raises(StagemeshError, match="nixl and nixl-cu12"):
+        create_agent("name", NixlSettings())
