@@ -77,13 +77,15 @@ def split_key(endpoint: str) -> tuple[str, bytes]:
 
 
 class NixlSender:
-    """Used by all worker threads at once. The agent has locks of its own; ours is for what we remember of peers."""
+    """Used by all worker threads at once. `_lock` guards what is remembered of peers; `_calling` serves one call of the
+    agent at a time: it does so too, but some of its calls wait with the interpreter held, and the event loop with
+    them (measured: for as long as another thread's post copies)."""
 
     def __init__(self, agent: Agent, own_name: str, *, timeout_s: float) -> None:
         self._agent, self._own_name, self._timeout_s = agent, own_name, timeout_s
         self._peers: dict[str, Peer] = {}
         self._refused: dict[str, float] = {}  # when a peer was last found not to be there
-        self._lock = threading.Lock()
+        self._lock, self._calling = threading.Lock(), threading.Lock()
 
     def send(self, endpoint: str, batch: Batch, lane: Lane) -> Failure | None:
         """None once the whole batch is applied at the target. Does not raise."""
@@ -121,7 +123,8 @@ class NixlSender:
                 del self._peers[name]
             raise PeerLost(f"transfer endpoint {name} could not be reached just now")
         try:
-            said = self._agent.add_remote_agent(metadata)
+            with self._calling:
+                said = self._agent.add_remote_agent(metadata)
         except Exception as error:
             self._refused[name] = now
             if not peer.num_active:
@@ -133,7 +136,7 @@ class NixlSender:
 
     def _forget(self, name: str) -> None:
         del self._peers[name]
-        with suppress(Exception):  # it may never have been known
+        with self._calling, suppress(Exception):  # it may never have been known
             self._agent.remove_remote_agent(name)
 
     def _write(self, name: str, peer: Peer, batch: Batch, lane: Lane) -> Failure | None:
@@ -141,10 +144,12 @@ class NixlSender:
         try:
             local = [(source, length, 0) for source, length in zip(batch.sources, batch.lengths, strict=True)]
             remote = [(target, length, 0) for target, length in zip(batch.targets, batch.lengths, strict=True)]
-            handle = agent.initialize_xfer(
-                "WRITE", agent.get_xfer_descs(local, MEMORY), agent.get_xfer_descs(remote, MEMORY), name
-            )
-            state = self._await_end(handle, agent.transfer(handle), batch, lane)
+            with self._calling:
+                handle = agent.initialize_xfer(
+                    "WRITE", agent.get_xfer_descs(local, MEMORY), agent.get_xfer_descs(remote, MEMORY), name
+                )
+                state = agent.transfer(handle)
+            state = self._await_end(handle, state, batch, lane)
         except Exception as error:  # the library's own, mapped here once
             if type(error).__name__ == DISCONNECTED:
                 peer.broken = True
@@ -152,7 +157,7 @@ class NixlSender:
             return Failure(Retryable(f"{describe(batch, name)} failed: {error!r}"), proven=handle is None)
         finally:
             if handle is not None:
-                with suppress(Exception):  # one that still runs may refuse; the agent's end releases it
+                with self._calling, suppress(Exception):  # one that still runs may refuse; the agent's end releases it
                     agent.release_xfer_handle(handle)
         if state == DONE:
             return None
@@ -171,7 +176,8 @@ class NixlSender:
             else:
                 time.sleep(pause_s)  # the library offers nothing to wait on
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            state = self._agent.check_xfer_state(handle)
+            with self._calling:
+                state = self._agent.check_xfer_state(handle)
         return state
 
 
