@@ -52,3 +52,18 @@ def test_a_chunk_that_runs_ahead_does_not_wait_for_nobody() -> None:
         sim.poll()
     assert sizes(sim) == [3, 3, 3]
     finish(sim)
+
+
+def test_a_prompt_that_got_pages_is_announced_though_others_have_come_before_it() -> None:
+    """Else it would hold pages there that those before it wait for: neither would ever start."""
+    sim = PrefillSim(num_stages=1, num_pages=60, chunk_size=8, reserve_ahead=1)
+    late = sim.submit(5)
+    assert sim.poll().reserve == ["t0"]
+    for _ in range(2):
+        sim.submit(20, recompute=True)  # as much as is asked ahead for, and before it in the order
+    assert sim.poll().reserve == ["t1"]
+    sim.reserved(late)
+    assert sim.poll().fill == ["t0"]
+    sim.filled(late)
+    sim.poll()
+    assert [step.num_tokens for step in sim.chunks] == [5]

@@ -65,6 +65,7 @@ def test_only_those_whose_writes_are_announced_or_that_need_none_may_start() -> 
         lineup.ask_ahead(actions)
     assert (actions.reserve, actions.fill) == (["t0", "t1"], [])
     second.move(SequenceEvent.RESERVE)
+    lineup.reserved(second)
     for _ in range(2):
         lineup.ask_ahead(actions)
     assert actions.fill == ["t1"]

@@ -100,6 +100,7 @@ class PrefillScheduler:
             return
         sequence.send = SendPlan(ticket_id, len(sequence.tokens), pages, targets)
         sequence.move(SequenceEvent.RESERVE)
+        self._lineup.reserved(sequence)
         if sequence.asked_s is not None:
             self.stats.reserve_wait.record(sequence.since_s - sequence.asked_s)
 
@@ -111,6 +112,7 @@ class PrefillScheduler:
         if sequence.state is SequenceState.RESERVED and not sequence.filled:
             sequence.move(SequenceEvent.UNRESERVE)
             sequence.send, sequence.announced = None, False
+            self._lineup.taken_back(sequence)
         if sequence.state is SequenceState.WAITING:
             sequence.asked = False
 

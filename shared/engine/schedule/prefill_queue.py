@@ -10,7 +10,6 @@ from itertools import islice
 from operator import attrgetter
 
 from stagemesh.shared.engine.schedule.prefill_state import PrefillActions, PrefillSequence
-from stagemesh.shared.fsm.sequence import SequenceState
 
 _order = attrgetter("order")
 
@@ -66,7 +65,8 @@ class Lineup:
 
     def __init__(self, look_up: Callable[[PrefillSequence], None], *, reserve_ahead: int, chunk_size: int) -> None:
         self._look_up, self._reserve_ahead, self._chunk_size = look_up, reserve_ahead, chunk_size
-        self._waiting, self._startable = PromptQueue(), PromptQueue()  # the latter are among the former
+        self._waiting, self._startable = PromptQueue(), PromptQueue()  # the latter are among the former, as are
+        self._reserved = PromptQueue()  # those that have their pages there
 
     def __iter__(self) -> Iterator[PrefillSequence]:
         return iter(self._waiting)
@@ -80,6 +80,14 @@ class Lineup:
         if sequence.startable:
             self._startable.add(sequence)
 
+    def reserved(self, sequence: PrefillSequence) -> None:
+        """It has its pages on the decode side."""
+        self._reserved.add(sequence)
+
+    def taken_back(self, sequence: PrefillSequence) -> None:
+        """It has them no more."""
+        self._reserved.discard(sequence)
+
     def filled(self, sequence: PrefillSequence) -> None:
         """The broker knows that writes may begin."""
         if not sequence.filled:
@@ -90,6 +98,7 @@ class Lineup:
         """It has started, or never will."""
         self._waiting.discard(sequence)
         self._startable.discard(sequence)
+        self._reserved.discard(sequence)
 
     @property
     def num_coming(self) -> int:
@@ -102,16 +111,19 @@ class Lineup:
 
     def ask_ahead(self, actions: PrefillActions) -> None:
         """Asks for pages for the prompts that start next: two chunks' worth for each decode instance, and at least
-        `reserve_ahead` of them. Announces the writes of those that have their pages and start with the next two."""
-        with_pages = 0  # tokens of the prompts before that have theirs: those that have none hold nobody up
+        `reserve_ahead` of them. Announces the writes of those that have their pages, two chunks' worth at a time,
+        whoever has come before them since they asked: those may be waiting for the very pages that these hold."""
         for sequence in self._waiting.next_of_each_group(self._reserve_ahead, 2 * self._chunk_size):
             if not sequence.asked:
                 self._look_up(sequence)
                 sequence.asked = True
                 sequence.asked_s = sequence.asked_s or time.monotonic()
                 actions.reserve.append(sequence.ticket_id)
-            if sequence.state is SequenceState.RESERVED:
-                if not sequence.announced and with_pages < 2 * self._chunk_size:
-                    sequence.announced = True
-                    actions.fill.append(sequence.ticket_id)
-                with_pages += sequence.expected
+        ahead = 0  # tokens of those before
+        for sequence in self._reserved:
+            if ahead >= 2 * self._chunk_size:
+                break
+            if not sequence.announced:
+                sequence.announced = True
+                actions.fill.append(sequence.ticket_id)
+            ahead += sequence.expected
