@@ -8,7 +8,8 @@ from typing import Any
 
 
 class Tasks:
-    """`spawn` works before `run` too: what is spawned early starts with it."""
+    """`spawn` works before `run` too: what is spawned early starts with it. Once a failure ends the service, what is
+    spawned is dropped: who spawns it has more to let go of."""
 
     def __init__(self) -> None:
         self._early: list[Coroutine[Any, Any, None]] = []
@@ -22,7 +23,11 @@ class Tasks:
         if self._group is None:
             self._early.append(work)
             return
-        task = self._group.create_task(work)
+        try:
+            task = self._group.create_task(work)
+        except RuntimeError:  # the group is shutting down
+            work.close()
+            return
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 

@@ -118,3 +118,33 @@ def test_what_never_started_never_will() -> None:
         assert len(tasks) == 0
 
     asyncio.run(main())
+
+
+def test_what_is_spawned_while_a_failure_ends_the_service_is_dropped() -> None:
+    """Who lets go of many things, each with a task, lets go of all of them."""
+
+    async def fail() -> None:
+        raise Rejected("field", "is wrong")
+
+    async def main() -> None:
+        tasks, started = Tasks(), list[int]()
+
+        async def note(number: int) -> None:
+            started.append(number)
+
+        async def let_go() -> None:
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                for number in range(3):
+                    tasks.spawn(note(number))
+                started.append(-1)
+
+        tasks.spawn(let_go())
+        tasks.spawn(fail())
+        with pytest.raises(ExceptionGroup) as caught:
+            await tasks.run()
+        assert caught.group_contains(Rejected, match="is wrong")
+        assert (started, len(tasks)) == ([-1], 0)
+
+    asyncio.run(main())
