@@ -10,9 +10,7 @@ from tests.mesh.test_aborts import SIXTY, check_storm
 from tests.mesh.test_exact_tiny import CHUNK, PAGE, Shape, load_reference, run_shape
 from tests.support.running import running_mesh
 from tests.support.tiny_models import make_tiny
-from tests.unit.transfer_target import installed
 
-pytestmark = pytest.mark.skipif(not installed("nixl"), reason="nixl is not installed")
 NIXL = ("--transfer", "nixl")
 
 

@@ -15,7 +15,7 @@ import torch
 from stagemesh.shared.errors import Cancelled, PeerLost, ProtocolViolation, Rejected, Retryable
 from stagemesh.shared.transfer.base import Endpoint, Lane, Piece, Region, RegionKey, TransferState
 from stagemesh.shared.transfer.memory import MemoryEndpoint, MemoryFabric
-from tests.unit.transfer_target import BETWEEN_PROCESSES, TargetProcess, digest, installed, open_backend
+from tests.unit.transfer_target import BETWEEN_PROCESSES, TargetProcess, digest, open_backend
 
 MIB = 1 << 20
 TARGET_BYTES = 64 * MIB
@@ -61,16 +61,7 @@ def process_backend(backend: str) -> Iterator[Backend]:
         process.close()
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "memory",
-        *(
-            pytest.param(name, marks=pytest.mark.skipif(not installed(name), reason="not installed"))
-            for name in BETWEEN_PROCESSES
-        ),
-    ],
-)
+@pytest.fixture(scope="module", params=["memory", *BETWEEN_PROCESSES])
 def shared_backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     if request.param == "memory":
         yield memory_backend()

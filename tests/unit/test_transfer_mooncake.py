@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -28,8 +27,6 @@ from stagemesh.shared.transfer.mooncake import (
 )
 from tests.unit.transfer_target import TargetProcess
 
-needs_mooncake = pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake is not installed")
-
 
 @asynccontextmanager
 async def opened(settings: MooncakeSettings | None = None) -> AsyncIterator[MooncakeEndpoint]:
@@ -45,7 +42,6 @@ MIB = 1 << 20
 NUM_BYTES = 64 * MIB
 
 
-@needs_mooncake
 def test_a_target_that_is_killed_is_noticed_and_its_successor_is_reached() -> None:
     target, successor = TargetProcess(NUM_BYTES), TargetProcess(MIB)
 
@@ -75,7 +71,6 @@ def test_a_target_that_is_killed_is_noticed_and_its_successor_is_reached() -> No
         successor.close()
 
 
-@needs_mooncake
 @pytest.mark.slow
 def test_a_write_to_a_stopped_process_fails_without_quiescence_and_its_memory_is_kept() -> None:
     target = TargetProcess(MIB)
@@ -108,7 +103,6 @@ def test_a_write_to_a_stopped_process_fails_without_quiescence_and_its_memory_is
         target.close()
 
 
-@needs_mooncake
 def test_close_ends_every_thread_and_listener() -> None:
     async def main() -> None:
         async with opened(MooncakeSettings(num_bulk_threads=2)) as writer:
@@ -170,7 +164,6 @@ def test_a_confined_listener_answers_loopback_alone(family: socket.AddressFamily
         assert not reaches(address, port)
 
 
-@needs_mooncake
 @needs_address
 def test_an_engine_on_loopback_listens_to_loopback_alone() -> None:
     address = own_address()
@@ -191,7 +184,6 @@ def test_an_engine_on_loopback_listens_to_loopback_alone() -> None:
     asyncio.run(main())
 
 
-@needs_mooncake
 def test_open_writes_are_bounded() -> None:
     async def main() -> None:
         async with opened(MooncakeSettings(max_open_writes=1)) as writer:
@@ -206,7 +198,6 @@ def test_open_writes_are_bounded() -> None:
     asyncio.run(main())
 
 
-@needs_mooncake
 @pytest.mark.parametrize("name", ["", "host", "host:1", ":1#a", "host:0#a", "host:x#a", "host:70000#a", "host:1#"])
 def test_a_name_that_is_none_is_refused(name: str) -> None:
     async def main() -> None:

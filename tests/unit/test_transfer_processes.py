@@ -15,7 +15,7 @@ import torch
 
 from stagemesh.shared.errors import PeerLost, Retryable
 from stagemesh.shared.transfer.base import Endpoint, Lane, Piece, TransferState
-from tests.unit.transfer_target import BETWEEN_PROCESSES, MIB, TargetProcess, installed, open_backend
+from tests.unit.transfer_target import BETWEEN_PROCESSES, MIB, TargetProcess, open_backend
 from tests.unit.transfer_writer import WriterProcess
 
 GIB = 1 << 30
@@ -26,12 +26,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=pytest.mark.skipif(not installed(name), reason="not installed"))
-        for name in BETWEEN_PROCESSES
-    ]
-)
+@pytest.fixture(params=BETWEEN_PROCESSES)
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

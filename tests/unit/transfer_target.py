@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import torch
 
@@ -31,10 +30,6 @@ def open_backend(backend: str, max_batch_bytes: int = 4 * MIB) -> Endpoint:
         return MooncakeEndpoint(MooncakeSettings(max_batch_bytes=max_batch_bytes))
     protocol = {"nixl": "auto", "nixl-tcp": "tcp"}[backend]
     return NixlEndpoint(NixlSettings(protocol=protocol, max_batch_bytes=max_batch_bytes))
-
-
-def installed(backend: str) -> bool:
-    return find_spec(backend.partition("-")[0]) is not None
 
 
 def digest(memory: torch.Tensor, offset: int, length: int) -> str:
