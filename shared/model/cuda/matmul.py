@@ -7,6 +7,8 @@ norm_gate_up_silu:  hidden --norm, two matrices, silu(gate) * up--> the MLP's in
 A norm's weights are folded into the matrix after it, at load: see `packing`. How a matrix is cut was measured and
 nothing is tuned at run time, so every launch can be captured, and a row's result depends on that row alone and on
 whether there are more than 64 of them.
+
+`layers` multiplies with cuBLAS: `tests/gpu/bench_matmul.py` sets the two side by side.
 """
 
 from __future__ import annotations
