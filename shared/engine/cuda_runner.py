@@ -31,7 +31,7 @@ from stagemesh.shared.engine.runner import StageRunner
 from stagemesh.shared.engine.sampler import log_probabilities, sample
 from stagemesh.shared.model.cuda.decode import DecodeGraphs, DecodeOutput
 from stagemesh.shared.model.cuda.layers import CudaStageModel
-from stagemesh.shared.model.cuda.prefill import PrefillForward
+from stagemesh.shared.model.cuda.prefill import PrefillForward, greedy_ids
 from stagemesh.shared.model.cuda.rows import ChunkRows
 
 if TYPE_CHECKING:
@@ -103,10 +103,7 @@ class CudaStageRunner(StageRunner):
             return Enqueued(output, NO_LOGPROBS)
         if not self._is_plain(step, wanted):
             return self._sampled(step, wanted, output)
-        ids = torch.full((len(step.rows),), -1, dtype=torch.int64, device="cuda")
-        if len(wanted):
-            ids[torch.from_numpy(wanted).pin_memory().to("cuda", non_blocking=True)] = output.argmax(dim=-1)
-        return Enqueued(ids, NO_LOGPROBS)
+        return Enqueued(greedy_ids(len(step.rows), wanted, output), NO_LOGPROBS)
 
     def _is_plain(self, step: Step, wanted: Ints) -> bool:
         """True if every sampled row takes the likeliest id and tells no more."""

@@ -19,6 +19,7 @@ from stagemesh.shared.link.cuda_ring import DeviceInbox
 from stagemesh.shared.model.config import ModelConfig
 from stagemesh.shared.model.cuda.decode import DecodeGraphs
 from stagemesh.shared.model.cuda.layers import CudaStageModel
+from stagemesh.shared.model.cuda.packed import PackedStageModel, can_pack
 from stagemesh.shared.model.cuda.prefill import PrefillForward
 from stagemesh.shared.model.layers import pool_bytes_per_page
 from stagemesh.shared.model.source import ModelSource
@@ -74,11 +75,13 @@ def build_device(
     last: bool,
 ) -> tuple[CudaStageRunner, DeviceParts]:
     """Takes what the stage needs on its GPU and captures its graphs."""
-    model = CudaStageModel(model_config, layers, weights, dtype, first=first, last=last)
     copies = HostCopies(CudaPageCopier(pool), config.engine.host_kv_bytes)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     decodes = role == "decode"
     max_rows = ceil(sizes.step_tokens / (pp_size + config.engine.extra_depth)) + 1 if decodes else sizes.step_tokens
+    packs = decodes and can_pack(weights, dtype, max_rows)
+    make = PackedStageModel if packs else CudaStageModel
+    model = make(model_config, layers, weights, dtype, first=first, last=last)
     width = ID_BYTES if first else model_config.hidden_size * dtype.itemsize
     inbox = None
     if decodes or not first:

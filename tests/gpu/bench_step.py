@@ -1,6 +1,8 @@
 """How long a decode step and a prefill chunk of one stage take, against the bytes and flops that they must move.
 
-python tests/gpu/bench_step.py [--layers 16] [--rows 64] [--context 1500] [--profile]
+python tests/gpu/bench_step.py [--layers 16] [--rows 64] [--context 1500] [--profile] [--plain]
+
+`--plain`: the matrices of decode by cuBLAS.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1500)
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--plain", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         source = open_model(f"dummy:{mistral_dir(Path(folder), num_hidden_layers=options.layers)}")
@@ -39,7 +42,13 @@ def main() -> None:
     num_pages = options.rows * each + options.chunk // PAGE + 16
     pool = allocate_pool(config, len(layers), num_pages, PAGE, torch.bfloat16, "cuda").normal_()
     decode, _, stream = cuda_stage(
-        source, "decode", num_pages=num_pages, max_rows=options.rows, weights_on="cuda", pool=pool
+        source,
+        "decode",
+        num_pages=num_pages,
+        max_rows=options.rows,
+        weights_on="cuda",
+        pool=pool,
+        packed=not options.plain,
     )
     rng = np.random.default_rng(0)
     pages = rng.permutation(num_pages - options.chunk // PAGE - 16)

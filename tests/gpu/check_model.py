@@ -24,14 +24,15 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("graphs", [True, False])
-def test_logits_follow_the_reference(tmp_path: Path, head_dim: int, graphs: bool) -> None:
+@pytest.mark.parametrize("packed", [True, False])
+def test_logits_follow_the_reference(tmp_path: Path, head_dim: int, graphs: bool, packed: bool) -> None:
     """Teacher-forced with the reference's tokens, so that every step compares the same inputs."""
     source = open_small(tmp_path, head_dim=head_dim)
     texts = prompts(source.config.vocab_size)
     num_pages = sum(-(-(len(p) + NEW) // PAGE) for p in texts)
     reference = cpu_stage(source, num_pages=num_pages)
     prefill, pool, stream = cuda_stage(source, "prefill", num_pages=num_pages)
-    decode, _, stream_2 = cuda_stage(source, "decode", num_pages=num_pages, graphs=graphs, pool=pool)
+    decode, _, stream_2 = cuda_stage(source, "decode", num_pages=num_pages, graphs=graphs, pool=pool, packed=packed)
     for runner in (reference, prefill, decode):
         join(runner, texts, NEW)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -54,8 +55,8 @@ def test_logits_follow_the_reference(tmp_path: Path, head_dim: int, graphs: bool
         gaps = (top[:, 0] - top[:, 1]) / top[:, 0].abs()
         near += int((flipped & (gaps < 4 * 2**-8)).sum())
     print(
-        f"head_dim {head_dim}, graphs {graphs}: relative error of logits {max(errors):.4f}, {flips} of "
-        f"{NEW * len(texts)} greedy ids differ, {near} of them near ties"
+        f"head_dim {head_dim}, graphs {graphs}, packed {packed}: relative error of logits {max(errors):.4f}, "
+        f"{flips} of {NEW * len(texts)} greedy ids differ, {near} of them near ties"
     )
     assert max(errors) < 0.03
     assert flips == near

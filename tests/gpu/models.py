@@ -22,6 +22,7 @@ from stagemesh.shared.engine.host_copies import HostCopies
 from stagemesh.shared.engine.runner import StageRunner
 from stagemesh.shared.model.cuda.decode import DecodeGraphs
 from stagemesh.shared.model.cuda.layers import CudaStageModel
+from stagemesh.shared.model.cuda.packed import PackedStageModel, can_pack
 from stagemesh.shared.model.cuda.prefill import PrefillForward
 from stagemesh.shared.model.layers import StageModel, allocate_pool
 from stagemesh.shared.model.source import ModelSource, open_model
@@ -93,6 +94,7 @@ def cuda_stage(
     weights_on: str = "cpu",
     layers: LayerRange | None = None,
     pool: Tensor | None = None,
+    packed: bool = True,
 ) -> tuple[CudaStageRunner, Tensor, torch.cuda.Stream]:
     """A whole model as one stage, in bfloat16. Weights made on the CPU are those that a CPU stage has."""
     layers = layers or LayerRange(0, source.config.num_layers)
@@ -100,7 +102,9 @@ def cuda_stage(
     weights = source.load(layers, torch.bfloat16, first=True, last=last, device=weights_on)
     if weights_on == "cpu":
         weights = moved(weights)
-    model = CudaStageModel(source.config, layers, weights, torch.bfloat16, first=True, last=last)
+    packs = packed and role == "decode" and can_pack(weights, torch.bfloat16, max_rows)
+    make = PackedStageModel if packs else CudaStageModel
+    model = make(source.config, layers, weights, torch.bfloat16, first=True, last=last)
     if pool is None:
         pool = allocate_pool(source.config, len(layers), num_pages, PAGE, torch.bfloat16, "cuda")
     stream = torch.cuda.Stream()

@@ -170,3 +170,17 @@ def test_what_is_written_reads_back_equal(path: str, sizes: list[int], pages: in
 def test_addresses_read_back_as_grpc_takes_them() -> None:
     for text in ("unix:/run/x.sock", "127.0.0.1:8470", "[::1]:1", "node-7.example:65535"):
         assert str(parse_address(text, "here")) == text
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "fractions"),
+    [
+        (RoleLayout(2, gpus=(0, 1)), RoleLayout(2, gpus=(0, 1)), [0.45, 0.45]),
+        (RoleLayout(1, gpus=(0,)), RoleLayout(1, gpus=(1,)), [0.9, 0.9]),
+        (RoleLayout(2), RoleLayout(2), [0.225, 0.225]),
+        (RoleLayout(1, gpus=(0,)), RoleLayout(2, 2, gpus=(0, 1, 2, 3)), [0.45, 0.45, 0.9]),
+    ],
+)
+def test_stages_of_one_gpu_share_its_memory(prefill: RoleLayout, decode: RoleLayout, fractions: list[float]) -> None:
+    config = build(local_document(LocalLayout(device="cuda", prefill=prefill, decode=decode), RUN_DIR))
+    assert [instance.memory_fraction for instance in config.instances] == fractions

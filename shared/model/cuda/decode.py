@@ -138,7 +138,7 @@ class DecodeGraphs:
 
         hidden, delta = model.run_layers(hidden, inputs.positions, inputs.slots, self._pool, attend)
         if not model.last:
-            return DecodeOutput(hidden=hidden.add_(delta))
+            return DecodeOutput(hidden=hidden if delta is None else hidden.add_(delta))
         logits = model.logits(hidden, delta)
         return DecodeOutput(logits=logits, greedy=logits.argmax(dim=-1))
 

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 HEADS_A_PROGRAM: Final = 8
 
@@ -29,7 +30,11 @@ def _rope_append(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    if CHAINED:  # the kernel before may still run, the one after may start
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims = tl.arange(0, HALF)[None, :]
@@ -69,12 +74,20 @@ def _embed(sources, literals, sampled, table, out, HIDDEN: tl.constexpr, BLOCK: 
 
 
 def rope_append(
-    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, layer_pool: Tensor, num_heads: int
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    layer_pool: Tensor,
+    num_heads: int,
+    *,
+    chained: bool = False,
 ) -> Tensor:
     """Rotates queries and keys of `qkv` [T, (heads + 2 kv_heads) * head_dim], writes keys and values to `slots` of
     `layer_pool`, a strided view [num_pages, 2, page_size, kv_heads, head_dim], and returns the queries
     [T, heads, head_dim]. `cos` and `sin`: float32 [max_context, head_dim / 2]. `positions`, `slots`: int32 or int64
-    [T]; nothing is written for a negative slot."""
+    [T]; nothing is written for a negative slot. chained: launched while the kernel before it ends; on Hopper."""
     page_size, kv_heads, head_dim = layer_pool.shape[2:]
     query = torch.empty(len(qkv), num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     grid = (len(qkv), triton.cdiv(num_heads + 2 * kv_heads, HEADS_A_PROGRAM))
@@ -94,7 +107,9 @@ def rope_append(
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
         HEADS=HEADS_A_PROGRAM,
+        CHAINED=chained,
         num_warps=4,
+        launch_pdl=chained,
     )
     return query
 

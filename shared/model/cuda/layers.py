@@ -49,9 +49,9 @@ class CudaStageModel:
 
     def run_layers(
         self, hidden: Tensor, positions: Tensor, slots: Tensor, pool: Tensor, attend: Attend
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """All layers over `hidden` [T, hidden], which is overwritten. Returns it and what is still to be added to it,
-        so that the last addition can be part of a norm."""
+        if anything is, so that the last addition can be part of a norm."""
         config, eps = self.config, self.config.rms_norm_eps
         delta: Tensor | None = None
         for index, layer in enumerate(self.weights.layers):
@@ -66,14 +66,16 @@ class CudaStageModel:
             delta = linear(attended, layer.output, layer.output_bias)
             fused_add_rmsnorm(delta, hidden, layer.post_norm, eps)
             delta = _mlp(delta, layer)
-        assert delta is not None
         return hidden, delta
 
-    def logits(self, hidden: Tensor, delta: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
         """[R, vocab] in the stage's dtype, of rows [R, hidden] of what `run_layers` returned; both are overwritten."""
         assert self.weights.norm is not None
         assert self.weights.lm_head is not None
-        fused_add_rmsnorm(delta, hidden, self.weights.norm, self.config.rms_norm_eps)
+        if delta is None:
+            delta = rmsnorm(hidden, self.weights.norm, self.config.rms_norm_eps)
+        else:
+            fused_add_rmsnorm(delta, hidden, self.weights.norm, self.config.rms_norm_eps)
         return linear(delta, self.weights.lm_head)
 
 

@@ -8,7 +8,7 @@ A norm's weights are folded into the matrix after it, at load: see `packing`. Ho
 nothing is tuned at run time, so every launch can be captured, and a row's result depends on that row alone and on
 whether there are more than 64 of them.
 
-`layers` multiplies with cuBLAS: `tests/gpu/bench_matmul.py` sets the two side by side.
+`packed` multiplies with these, `layers` with cuBLAS: `tests/gpu/bench_matmul.py` sets the two side by side.
 """
 
 from __future__ import annotations

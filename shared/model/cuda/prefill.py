@@ -40,6 +40,7 @@ class PrefillForward:
             return out
 
         hidden, delta = model.run_layers(hidden, sent(rows.positions), sent(rows.slots), self._pool, attend)
+        assert delta is not None
         if not model.last:
             return hidden.add_(delta)
         wanted = sent(rows.wanted)
@@ -54,7 +55,10 @@ class PrefillForward:
             tokens = len(rows.positions)
             self.plan(0, rows)
             hidden = torch.zeros(tokens, model.config.hidden_size, dtype=model.dtype, device="cuda")
-            self.run(0, rows, token_ids=np.zeros(tokens, dtype=np.int64) if model.first else None, hidden=hidden)
+            ids = np.zeros(tokens, dtype=np.int64) if model.first else None
+            output = self.run(0, rows, token_ids=ids, hidden=hidden)
+            if model.last:
+                greedy_ids(len(rows.query_lens), np.arange(len(rows.wanted)), output)
 
     def plan(self, number: int, rows: ChunkRows) -> None:
         """Prepares attention for the `run` of step `number`."""
@@ -73,6 +77,14 @@ class PrefillForward:
             q_data_type=self._model.dtype,
             kv_data_type=self._model.dtype,
         )
+
+
+def greedy_ids(count: int, wanted: Ints, logits: Tensor) -> Tensor:
+    """int64 [count]: the likeliest id of each row in `wanted` by `logits` [R, vocab], -1 in the others."""
+    ids = torch.full((count,), -1, dtype=torch.int64, device="cuda")
+    if len(wanted):
+        ids[sent(wanted)] = logits.argmax(dim=-1)
+    return ids
 
 
 def sent(values: Ints) -> Tensor:
