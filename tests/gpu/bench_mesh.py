@@ -1,7 +1,7 @@
 """A mesh on the GPUs that are there, under load: Mistral-7B's shape, random weights, bfloat16.
 
     python tests/gpu/bench_mesh.py [--prefill-gpus 0,1] [--decode-gpus 0,1] [--loads 128x1000x1000,1x1000x200]
-        [--range-ratio 0.9] [--layers 32] [--rounds 2] [KEY=VALUE ...]
+        [--range-ratio 0.9] [--layers 32] [--rounds 2] [--trace DIR] [KEY=VALUE ...]
 
 Every KEY=VALUE is a setting of the deployment, such as ENGINE__RUN_AHEAD=0. In the middle of a round, what the decode
 stages have done is read twice: the share of the device's time in steps, and the host's time to enqueue one.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -23,10 +24,14 @@ from stagemesh.shared.bench.drive import measure
 from stagemesh.shared.bench.frames import Load
 from stagemesh.shared.bench.stats import summarize
 from stagemesh.shared.bench.workload import Workload
+from stagemesh.shared.pb import inspect_pb2
+from stagemesh.shared.rpc.client import Client
+from stagemesh.shared.rpc.inspect import INSPECT
 from tests.gpu.models import mistral_dir, write_tokenizer
 from tests.support.running import RunningMesh, running_mesh
 
 VOCAB = 32768
+TRACED_S = 0.1
 SAMPLE_AT = (0.45, 0.75)  # of the time that a round takes
 
 
@@ -38,6 +43,22 @@ async def sampled(mesh: RunningMesh, after_s: list[float]) -> list[dict[str, dic
         replies = await mesh.check()
         seen.append({name: dict(reply.gauges) for name, reply in replies.items()})
     return seen
+
+
+async def recorded(mesh: RunningMesh, at_s: float, folder: Path) -> None:
+    """A trace of every decode stage, from `at_s` on, in `folder`."""
+    await asyncio.sleep(at_s)
+    stages = {name: address for name, address in (await mesh.peers()).items() if name.startswith("decode")}
+
+    async def one(name: str, address: str) -> None:
+        async with Client(address, INSPECT) as client:
+            request = inspect_pb2.ProfileRequest(seconds=TRACED_S)
+            reply = await client.call("Profile", request, timeout_s=60)
+        shutil.copy(reply.path, folder / f"{name.replace('/', '-')}.json")
+
+    async with asyncio.TaskGroup() as group:
+        for name, address in stages.items():
+            group.create_task(one(name, address))
 
 
 async def one_round(mesh: RunningMesh, load: Load, after_s: list[float]) -> tuple[Any, Any]:
@@ -112,6 +133,7 @@ def main() -> None:
     parser.add_argument("--max-running", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--clients", type=int, default=2)
+    parser.add_argument("--trace", type=Path, help="a folder for a trace of each decode stage, under the first load")
     parser.add_argument("--spans", action="store_true")
     parser.add_argument("settings", nargs="*")
     options = parser.parse_args()
@@ -137,6 +159,13 @@ async def measure_all(mesh: RunningMesh, options: argparse.Namespace) -> None:
     await measure(Load(mesh.router, Workload(8, 200, 20, VOCAB), 1, None, 120.0))  # warms up
     for text in options.loads.split(","):
         await measure_load(mesh, text, options)
+    if options.trace is not None:
+        options.trace.mkdir(parents=True, exist_ok=True)
+        num_prompts, input_len, output_len = (int(part) for part in options.loads.split(",")[0].split("x"))
+        work = Workload(num_prompts, input_len, output_len, VOCAB, options.range_ratio, seed=99)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(recorded(mesh, output_len * 0.005, options.trace))
+            await measure(Load(mesh.router, work, min(options.clients, num_prompts), None, 300.0))
     replies = await mesh.check()
     print("worst loop lag, ms:", {n: r.gauges["loop_lag_max_us"] // 1000 for n, r in replies.items()})
     await mesh.check_idle()

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from stagemesh.shared.core.commands import SAMPLE, Step
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.model.layers import allocate_pool
 from tests.gpu.models import PAGE, chunk, cpu_stage, cuda_stage, decode_step, join, open_small, run_cuda
+from tests.gpu.spies import spies
 
 LENGTHS = (1, 5, 16, 17, 63, 64, 100, 300)
 NEW = 24
@@ -35,8 +37,7 @@ def test_logits_follow_the_reference(tmp_path: Path, head_dim: int, graphs: bool
     decode, _, stream_2 = cuda_stage(source, "decode", num_pages=num_pages, graphs=graphs, pool=pool, packed=packed)
     for runner in (reference, prefill, decode):
         join(runner, texts, NEW)
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    spy_cpu, spy_gpu = spies(reference, prefill, decode, seen)
+    spy_cpu, spy_gpu = spies(reference, prefill, decode)
     step = chunk(1, texts)
     ids = reference.run(step, hidden=None, sampled={}).tensor.tolist()
     run_cuda(prefill, stream, step)
@@ -62,37 +63,6 @@ def test_logits_follow_the_reference(tmp_path: Path, head_dim: int, graphs: bool
     assert flips == near
 
 
-def spies(reference, prefill, decode, seen):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Lists that collect the logits of the reference and of both GPU runners."""
-    exact: list[torch.Tensor] = []
-    ours: list[torch.Tensor] = []
-    forward = reference._model.forward
-
-    def keep(*arguments: object) -> torch.Tensor:
-        logits = forward(*arguments)
-        exact.append(logits.float().clone())
-        return logits
-
-    reference._model.forward = keep
-    run = prefill._chunks.run
-
-    def keep_chunk(*arguments: object, **named: object) -> torch.Tensor:
-        logits = run(*arguments, **named)
-        ours.append(logits.float().cpu())
-        return logits
-
-    prefill._chunks.run = keep_chunk
-    decoded = decode._graphs.run
-
-    def keep_decoded(*arguments: object):  # type: ignore[no-untyped-def]  # noqa: ANN202
-        output = decoded(*arguments)
-        ours.append(output.logits.float().cpu())
-        return output
-
-    decode._graphs.run = keep_decoded
-    return exact, ours
-
-
 def test_graphs_change_nothing(tmp_path: Path) -> None:
     source = open_small(tmp_path)
     texts = prompts(source.config.vocab_size)
@@ -107,6 +77,26 @@ def test_graphs_change_nothing(tmp_path: Path) -> None:
         for at in range(NEW - 1):
             step = decode_step(at + 2, [len(p) + at for p in texts], ids[-1])
             ids.append(run_cuda(decode, stream_2, step).tolist())
+        made.append(ids)
+    assert made[0] == made[1]
+
+
+def test_a_prompt_in_chunks_gives_the_same_id(tmp_path: Path) -> None:
+    """Only its last chunk is asked for an id."""
+    source = open_small(tmp_path)
+    text = prompts(source.config.vocab_size)[-1]
+    made = []
+    for sizes in ((len(text),), (128, 100, len(text) - 228)):
+        prefill, _, stream = cuda_stage(source, "prefill", num_pages=32)
+        join(prefill, [text], NEW)
+        start, ids = 0, []
+        for number, size in enumerate(sizes, start=1):
+            is_last = start + size == len(text)
+            row = np.array([(1, start, size, 0, 0, SAMPLE if is_last else 0)], dtype=np.int64)
+            part = np.array(text[start : start + size], dtype=np.int64)
+            ids = run_cuda(prefill, stream, Step(number, 0, row, part)).tolist()
+            assert is_last or ids == [-1]
+            start += size
         made.append(ids)
     assert made[0] == made[1]
 

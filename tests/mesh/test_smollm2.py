@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from stagemesh.shared.model.source import open_model
+from stagemesh.shared.model.tokenizer import Tokenizer
 from stagemesh.shared.obs.timeline import overlaps
 from stagemesh.shared.rpc.client import Client
 from tests.support.client import GENERATOR, Answer, generate, token_request
@@ -55,9 +56,9 @@ def packaged_gguf() -> Path:
     return next(Path(found.origin).parent.glob("*.gguf"))
 
 
-def varied_prompts(count: int, longest: int) -> list[list[int]]:
+def varied_prompts(count: int, longest: int, tokenizer: Tokenizer | None = None) -> list[list[int]]:
     """From one token to `longest`, of real text repeated and cut."""
-    tokenizer = open_model("smollm2").tokenizer()
+    tokenizer = tokenizer or open_model("smollm2").tokenizer()
     rng = random.Random(11)
     lengths = [1, longest, *(max(1, int(longest * rng.random() ** 2)) for _ in range(count - 2))]
     prompts = []

@@ -43,6 +43,8 @@ class PrefillForward:
         assert delta is not None
         if not model.last:
             return hidden.add_(delta)
+        if not len(rows.wanted):  # no prompt ends with this chunk
+            return hidden.new_empty(0, model.config.vocab_size)
         wanted = sent(rows.wanted)
         return model.logits(hidden.index_select(0, wanted), delta.index_select(0, wanted))
 

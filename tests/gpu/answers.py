@@ -1,0 +1,95 @@
+"""Answers of meshes on GPUs against `transformers` in bfloat16 on the same GPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stagemesh.shared.rpc.client import Client
+from tests.support.client import GENERATOR, Answer, generate, token_request
+from tests.support.running import running_mesh
+
+NEAR_STEPS = 2  # of bfloat16, between the two best logits of the reference
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Stages of a mesh, and whether decode's steps are graphs."""
+
+    prefill: int
+    decode: int
+    graphs: bool = True
+
+
+SHAPES = [Shape(1, 1), Shape(2, 2), Shape(2, 1), Shape(1, 2), Shape(2, 2, graphs=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Tokens of an answer, or of many: those up to the reference's first near tie, how many of them are `equal`, and
+    how many after that are not, though the reference has no near tie there."""
+
+    ahead: int = 0
+    equal: int = 0
+    after: int = 0
+
+    def __add__(self, other: Compared) -> Compared:
+        return Compared(self.ahead + other.ahead, self.equal + other.equal, self.after + other.after)
+
+
+def compare(model: Any, prompt: Sequence[int], made: Sequence[int]) -> Compared:
+    """The reference is given what was made so far, so that it has a word on every token."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *made]], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
+    values, ids = logits.topk(2, dim=-1)
+    step = 2.0 ** (values[:, 0].abs().log2().floor() - 7)
+    is_near = ((values[:, 0] - values[:, 1]) / step <= NEAR_STEPS).cpu().numpy()
+    is_equal = ids[:, 0].cpu().numpy() == np.array(made)
+    ahead = int(is_near.argmax()) if is_near.any() else len(made)
+    return Compared(ahead, int(is_equal[:ahead].sum()), int((~is_equal & ~is_near)[ahead:].sum()))
+
+
+def gpus(stages: int, first: int) -> str:
+    count = torch.cuda.device_count()
+    return ",".join(str((first + rank) % count) for rank in range(stages))
+
+
+async def ask_all(router: str, prompts: list[list[int]], new_tokens: int) -> list[Answer]:
+    async with Client(router, GENERATOR) as client, asyncio.TaskGroup() as group:
+        requests = [token_request(prompt, new_tokens, ignore_eos=True) for prompt in prompts]
+        tasks = [group.create_task(generate(client, request, timeout_s=60)) for request in requests]
+    return [task.result() for task in tasks]
+
+
+def check_mesh(
+    tmp_path: Path, shape: Shape, model: Path, reference: Any, prompts: list[list[int]], new: int
+) -> Compared:
+    """Fails unless the answers are the reference's up to its first near tie."""
+    options = ["--device=cuda", f"--model={model}", "--max-running=64", "--chunk-size=2048", "--num-pages=4096"]
+    options += [f"--prefill-pp={shape.prefill}", f"--decode-pp={shape.decode}"]
+    options += [f"--prefill-gpus={gpus(shape.prefill, 0)}", f"--decode-gpus={gpus(shape.decode, 1)}"]
+    environ = {"STAGEMESH_ENGINE__CUDA_GRAPHS": str(shape.graphs).lower()}
+    with running_mesh(tmp_path, *options, environ=environ) as mesh:
+
+        async def ask() -> list[Answer]:
+            answers = await ask_all(mesh.router, prompts, new)
+            await mesh.check_idle()
+            return answers
+
+        answers = asyncio.run(ask())
+    assert all(len(answer.token_ids) == new for answer in answers)
+    pairs = zip(prompts, answers, strict=True)
+    compared = sum((compare(reference, prompt, answer.token_ids) for prompt, answer in pairs), Compared())
+    rest = len(prompts) * new - compared.ahead
+    print(
+        f"{shape}: {compared.equal} of {compared.ahead} tokens up to the first near tie are equal; of the {rest} after "
+        f"it, {compared.after} differ where there is no near tie"
+    )
+    assert compared.equal == compared.ahead
+    return compared
