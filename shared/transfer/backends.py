@@ -10,7 +10,7 @@ from stagemesh.shared.errors import Rejected
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.transfer.base import Endpoint
 
-NIXL_MAX_BATCH_BYTES: Final = 4 << 20  # an urgent write waits while a batch is copied
+NIXL_MAX_BATCH_BYTES: Final = 4 << 20  # of host memory: an urgent write waits while a batch is copied
 
 
 def choose_protocol(section: TransferSection, device: str) -> str:
@@ -51,14 +51,14 @@ def open_mooncake(section: TransferSection, device: str, log: Log) -> Endpoint:
 
 
 def open_nixl(section: TransferSection, device: str, log: Log) -> Endpoint:
-    if device != "cpu":
-        raise Rejected("transfer.backend", f"'nixl' moves host memory only; model.device is {device!r}: use 'mooncake'")
     from stagemesh.shared.transfer.nixl import NixlEndpoint, NixlSettings
 
+    on_gpu = device == "cuda"
     settings = NixlSettings(
         host=section.host,
+        device=device,
         protocol=section.protocol,
-        max_batch_bytes=min(section.max_batch_bytes, NIXL_MAX_BATCH_BYTES),
+        max_batch_bytes=section.max_batch_bytes if on_gpu else min(section.max_batch_bytes, NIXL_MAX_BATCH_BYTES),
         max_batch_pieces=section.max_batch_pieces,
         num_bulk_threads=section.io_threads,
     )

@@ -1,5 +1,5 @@
-"""NIXL as an Endpoint, over UCX: host memory of one host by copies between processes, else TCP. The only module that
-knows it.
+"""NIXL as an Endpoint, over UCX: host memory, or memory of one GPU. Inside of one host by copies between processes
+(CUDA IPC for GPUs), else over TCP. The only module that knows it.
 
 open: environment -> agent (with its progress thread)
 publish: the region's metadata and the agent's addresses, about half a KB, travel inside of the key
@@ -13,6 +13,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -21,25 +22,32 @@ from stagemesh.shared.errors import Rejected, Retryable, StagemeshError
 from stagemesh.shared.transfer.base import Lane, Piece, Region, RegionKey
 from stagemesh.shared.transfer.batches import Batch
 from stagemesh.shared.transfer.handle import Transfer
-from stagemesh.shared.transfer.nixl_sender import MEMORY, Agent, NixlSender, join_key, split_key
+from stagemesh.shared.transfer.nixl_sender import Agent, NixlSender, Place, join_key, split_key
 from stagemesh.shared.transfer.regions import RegionTable
 from stagemesh.shared.transfer.writes import Failure, Writes
 
 BACKEND: Final = "UCX"
-# what shared memory segments would add is their leftovers after a kill
-TRANSPORTS: Final = {"auto": "self,tcp,cma", "tcp": "self,tcp"}
+# by device and protocol. What shared memory segments would add is their leftovers after a kill. TCP is always there: it
+# also makes the connections, and notices when a peer dies.
+CUDA_IPC: Final = "self,tcp,cma,cuda_copy,cuda_ipc"
+TRANSPORTS: Final = {
+    "cpu": {"auto": "self,tcp,cma", "tcp": "self,tcp"},
+    "cuda": {"auto": CUDA_IPC, "intranode": CUDA_IPC, "tcp": "self,tcp,cuda_copy"},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class NixlSettings:
-    """A loopback `host` confines the agent to the loopback interface; otherwise it offers every interface of the host,
-    or those that UCX_NET_DEVICES names.
+    """`device` is where this endpoint's memory is: `cpu`, or `cuda`, the current GPU. A loopback `host` confines the
+    agent to the loopback interface; otherwise it offers every interface of the host, or those that UCX_NET_DEVICES
+    names.
 
     A batch is what is posted at once: its bytes bound how long an abort, and an urgent write, have to wait: while one
     thread copies, no other can post. `num_bulk_threads` is also the number of bulk batches under way.
     """
 
     host: str = "127.0.0.1"
+    device: str = "cpu"
     protocol: str = "auto"
     max_batch_bytes: int = 4 << 20
     max_batch_pieces: int = 256
@@ -48,8 +56,10 @@ class NixlSettings:
     timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if self.protocol not in TRANSPORTS:
-            raise Rejected("transfer.protocol", f"{self.protocol!r} is not known to 'nixl': {', '.join(TRANSPORTS)}")
+        known = TRANSPORTS[self.device]
+        if self.protocol not in known:
+            reason = f"'nixl' on {self.device!r} does not know {self.protocol!r}, only {', '.join(known)}"
+            raise Rejected("transfer.protocol", reason)
         if min(self.max_batch_bytes, self.max_batch_pieces, self.num_bulk_threads) < 1:
             raise Rejected("max_batch_bytes, max_batch_pieces, num_bulk_threads", "must be at least 1")
 
@@ -57,7 +67,8 @@ class NixlSettings:
         """The library reads these when it is loaded and when an agent is made."""
         loopback = self.host == "localhost" or self.host.startswith("127.")
         return {
-            "UCX_TLS": TRANSPORTS[self.protocol],
+            "UCX_TLS": TRANSPORTS[self.device][self.protocol],
+            "UCX_MEMTYPE_CACHE": "n",  # it takes memory for the host's that a GPU's allocator had before UCX was loaded
             **({"UCX_NET_DEVICES": "lo"} if loopback else {}),
             "UCX_LOG_LEVEL": "FATAL",  # it writes to standard output, and what it says is reported as the write's error
             "NIXL_LOG_LEVEL": "FATAL",
@@ -71,7 +82,8 @@ def create_agent(name: str, settings: NixlSettings) -> Agent:
         from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
     except ImportError as error:
         raise StagemeshError(
-            f"NIXL cannot be loaded ({error}). It needs the Python packages nixl and nixl-cu12, the extra [nixl]"
+            f"NIXL cannot be loaded ({error}). It needs the Python packages nixl and nixl-cu12 (nixl-cu13 with a torch "
+            "for CUDA 13), the extra [nixl]"
         ) from error
     sync = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # off by default, and several threads post here
     try:
@@ -82,29 +94,37 @@ def create_agent(name: str, settings: NixlSettings) -> Agent:
 
 
 class NixlEndpoint:
-    """An Endpoint for host memory. The library's environment is the process's: use one host and protocol in a process.
+    """An Endpoint. The library's environment is the process's: use one host, device and protocol in a process.
 
     `name` is that of the agent. Peers get it, with what they need to connect, inside of the keys.
     """
 
     def __init__(self, settings: NixlSettings | None = None) -> None:
         self._settings = settings or NixlSettings()
+        self._place = Place("VRAM", torch.cuda.current_device()) if self._settings.device == "cuda" else Place()
         self.name = f"{self._settings.host}#{secrets.token_hex(8)}"
         agent = create_agent(self.name, self._settings)
         self._agent: Agent | None = agent
         self._regions = RegionTable()
         self._registered: dict[Region, Any] = {}
         self._kept: list[torch.Tensor] = []  # unregistered after a write in doubt: theirs may be the memory it reads
-        self._sender: NixlSender | None = NixlSender(agent, self.name, timeout_s=self._settings.timeout_s)
-        self._writes = Writes(self._send, self._settings)
+        self._sender: NixlSender | None = NixlSender(
+            agent, self.name, timeout_s=self._settings.timeout_s, place=self._place
+        )
+        # UCX copies with the thread's CUDA context, which a new thread has not
+        prepare = partial(torch.cuda.set_device, self._place.device) if self._settings.device == "cuda" else None
+        self._writes = Writes(self._send, self._settings, prepare)
 
     def register(self, memory: torch.Tensor) -> Region:
-        if memory.device.type != "cpu":
-            raise Rejected("memory", f"must be on the CPU, is on {memory.device}")
+        if (memory.device.type, memory.device.index or 0) != (self._settings.device, self._place.device):
+            raise Rejected("memory", f"must be on {self._settings.device}:{self._place.device}, is on {memory.device}")
         region = self._regions.bounds(memory)
-        agent = self._running()
+        agent, place = self._running(), self._place
+        if memory.is_cuda:
+            torch.cuda.synchronize()  # what it is filled with is there; and this thread has a context, which it needs
         try:
-            self._registered[region] = agent.register_memory([(region.address, region.length, 0, "")], MEMORY)
+            described = [(region.address, region.length, place.device, "")]
+            self._registered[region] = agent.register_memory(described, place.memory)
         except Exception as error:
             raise Retryable(f"NIXL did not register {region}: {error!r}") from error
         self._regions.add(region, memory)
@@ -121,7 +141,7 @@ class NixlEndpoint:
     def publish(self, region: Region) -> RegionKey:
         key = self._regions.key(self.name, region)
         metadata = self._running().get_partial_agent_metadata(self._registered[region], True, [BACKEND])
-        return RegionKey(join_key(self.name, metadata), key.address, key.length)
+        return RegionKey(join_key(self.name, self._place, metadata), key.address, key.length)
 
     def write(self, key: RegionKey, pieces: Sequence[Piece], lane: Lane = Lane.BULK) -> Transfer:
         self._running()

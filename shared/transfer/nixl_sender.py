@@ -26,10 +26,9 @@ from stagemesh.shared.transfer.base import Lane
 from stagemesh.shared.transfer.batches import Batch
 from stagemesh.shared.transfer.writes import Failure
 
-MEMORY: Final = "DRAM"
 PENDING, DONE = "PROC", "DONE"
 DISCONNECTED: Final = "nixlRemoteDisconnectError"  # the library's classes are not the same in all its builds
-SPIN_S: Final = 100e-6  # of an urgent write, which seldom takes longer
+SPIN_S: Final = 100e-6  # of an urgent write, and of any from a GPU: they seldom take longer
 FIRST_PAUSE_S: Final = 50e-6
 LONGEST_PAUSE_S: Final = 1e-3
 AGAIN_AFTER_S: Final = 1.0  # each attempt at a peer that is not there costs a socket, which UCX keeps until its end
@@ -51,6 +50,17 @@ class Agent(Protocol):
     def release_xfer_handle(self, handle: Any) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where memory is, in the library's words: DRAM, or VRAM of the process's GPU number `device`."""
+
+    memory: str = "DRAM"
+    device: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.memory}{self.device}"
+
+
 @dataclass(slots=True)
 class Peer:
     """What the agent knows of a peer: the regions whose metadata it has, and the batches on their way."""
@@ -60,20 +70,22 @@ class Peer:
     broken: bool = False
 
 
-def join_key(name: str, metadata: bytes) -> str:
-    return f"{name}:{base64.b64encode(metadata).decode()}"
+def join_key(name: str, place: Place, metadata: bytes) -> str:
+    return f"{name}:{place}:{base64.b64encode(metadata).decode()}"
 
 
-def split_key(endpoint: str) -> tuple[str, bytes]:
-    """(name, metadata) of a published endpoint. Raises ProtocolViolation."""
-    name, _, encoded = endpoint.rpartition(":")
+def split_key(endpoint: str) -> tuple[str, Place, bytes]:
+    """(name, place, metadata) of a published region. Raises ProtocolViolation."""
+    rest, _, encoded = endpoint.rpartition(":")
+    name, _, place = rest.rpartition(":")
+    memory, device = place[:4], place[4:]
     try:
         metadata = base64.b64decode(encoded, validate=True)
     except binascii.Error:
         metadata = b""
-    if not (name and metadata):
+    if not (name and metadata and memory in ("DRAM", "VRAM") and device.isdecimal() and len(device) <= 4):
         raise ProtocolViolation(f"not a NIXL endpoint: {endpoint[:80]!r}")
-    return name, metadata
+    return name, Place(memory, int(device)), metadata
 
 
 class NixlSender:
@@ -81,8 +93,8 @@ class NixlSender:
     agent at a time: it does so too, but some of its calls wait with the interpreter held, and the event loop with
     them (measured: for as long as another thread's post copies)."""
 
-    def __init__(self, agent: Agent, own_name: str, *, timeout_s: float) -> None:
-        self._agent, self._own_name, self._timeout_s = agent, own_name, timeout_s
+    def __init__(self, agent: Agent, own_name: str, *, timeout_s: float, place: Place) -> None:
+        self._agent, self._own_name, self._timeout_s, self._place = agent, own_name, timeout_s, place
         self._peers: dict[str, Peer] = {}
         self._refused: dict[str, float] = {}  # when a peer was last found not to be there
         self._lock, self._calling = threading.Lock(), threading.Lock()
@@ -90,9 +102,9 @@ class NixlSender:
     def send(self, endpoint: str, batch: Batch, lane: Lane) -> Failure | None:
         """None once the whole batch is applied at the target. Does not raise."""
         try:
-            name, metadata = split_key(endpoint)
+            name, place, metadata = split_key(endpoint)
             with self._met(name, metadata) as peer:
-                return self._write(name, peer, batch, lane)
+                return self._write(name, place, peer, batch, lane)
         except (PeerLost, ProtocolViolation) as error:
             return Failure(error, proven=True)
 
@@ -139,14 +151,16 @@ class NixlSender:
         with self._calling, suppress(Exception):  # it may never have been known
             self._agent.remove_remote_agent(name)
 
-    def _write(self, name: str, peer: Peer, batch: Batch, lane: Lane) -> Failure | None:
-        agent, handle = self._agent, None
+    def _write(self, name: str, there: Place, peer: Peer, batch: Batch, lane: Lane) -> Failure | None:
+        agent, here, handle = self._agent, self._place, None
         try:
-            local = [(source, length, 0) for source, length in zip(batch.sources, batch.lengths, strict=True)]
-            remote = [(target, length, 0) for target, length in zip(batch.targets, batch.lengths, strict=True)]
+            local = [(source, length, here.device) for source, length in zip(batch.sources, batch.lengths, strict=True)]
+            remote = [
+                (target, length, there.device) for target, length in zip(batch.targets, batch.lengths, strict=True)
+            ]
             with self._calling:
                 handle = agent.initialize_xfer(
-                    "WRITE", agent.get_xfer_descs(local, MEMORY), agent.get_xfer_descs(remote, MEMORY), name
+                    "WRITE", agent.get_xfer_descs(local, here.memory), agent.get_xfer_descs(remote, there.memory), name
                 )
                 state = agent.transfer(handle)
             state = self._await_end(handle, state, batch, lane)
@@ -168,7 +182,7 @@ class NixlSender:
         """The final state, or PENDING once the time is up."""
         now = time.monotonic()
         deadline = now + self._timeout_s + batch.num_bytes / SLOWEST_BYTES_PER_S
-        spin_until = now + SPIN_S if lane is Lane.URGENT else now
+        spin_until = now + SPIN_S if lane is Lane.URGENT or self._place.memory == "VRAM" else now
         pause_s = FIRST_PAUSE_S
         while state == PENDING and (now := time.monotonic()) < deadline:
             if now < spin_until:

@@ -12,13 +12,15 @@ from queue import SimpleQueue
 
 
 class Workers:
-    """`num_threads` daemon threads; `submit`ted calls must not raise. The caller bounds how much it submits."""
+    """`num_threads` daemon threads. Each calls `prepare` first. Neither that nor what is `submit`ted may raise, and the
+    caller bounds how much it submits."""
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(self, num_threads: int, name: str, prepare: Callable[[], None] | None = None) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(num_threads)
         ]
+        self._prepare = prepare
         for thread in self._threads:
             thread.start()
 
@@ -34,5 +36,7 @@ class Workers:
         self._threads.clear()
 
     def _run(self) -> None:
+        if self._prepare is not None:
+            self._prepare()
         while (call := self._calls.get()) is not None:
             call()

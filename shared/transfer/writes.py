@@ -45,15 +45,15 @@ Send = Callable[[str, Batch, Lane], Failure | None]
 
 class Writes:
     """`send(endpoint, batch, lane)` runs on a worker thread: it returns None once all is applied at the target, and
-    does not raise."""
+    does not raise. Each thread calls `prepare` before anything else."""
 
-    def __init__(self, send: Send, limits: Limits) -> None:
+    def __init__(self, send: Send, limits: Limits, prepare: Callable[[], None] | None = None) -> None:
         self.num_unproven = 0  # writes that have failed and that the backend may still read for
         self._send, self._limits = send, limits
         self._open: set[Transfer] = set()
         self._workers = {
-            Lane.BULK: Workers(limits.num_bulk_threads, "transfer-bulk"),
-            Lane.URGENT: Workers(1, "transfer-urgent"),
+            Lane.BULK: Workers(limits.num_bulk_threads, "transfer-bulk", prepare),
+            Lane.URGENT: Workers(1, "transfer-urgent", prepare),
         }
 
     def start(self, key: RegionKey, pieces: Sequence[Piece], lane: Lane, regions: Sequence[Region]) -> Transfer:

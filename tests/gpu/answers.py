@@ -20,11 +20,12 @@ NEAR_STEPS = 2  # of bfloat16, between the two best logits of the reference
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Stages of a mesh, and whether decode's steps are graphs."""
+    """Stages of a mesh, whether decode's steps are graphs, and what carries the KV."""
 
     prefill: int
     decode: int
     graphs: bool = True
+    transfer: str = "mooncake"
 
 
 SHAPES = [Shape(1, 1), Shape(2, 2), Shape(2, 1), Shape(1, 2), Shape(2, 2, graphs=False)]
@@ -72,7 +73,7 @@ def check_mesh(
 ) -> Compared:
     """Fails unless the answers are the reference's up to its first near tie."""
     options = ["--device=cuda", f"--model={model}", "--max-running=64", "--chunk-size=2048", "--num-pages=4096"]
-    options += [f"--prefill-pp={shape.prefill}", f"--decode-pp={shape.decode}"]
+    options += [f"--prefill-pp={shape.prefill}", f"--decode-pp={shape.decode}", f"--transfer={shape.transfer}"]
     options += [f"--prefill-gpus={gpus(shape.prefill, 0)}", f"--decode-gpus={gpus(shape.decode, 1)}"]
     environ = {"STAGEMESH_ENGINE__CUDA_GRAPHS": str(shape.graphs).lower()}
     with running_mesh(tmp_path, *options, environ=environ) as mesh:

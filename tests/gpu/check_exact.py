@@ -21,7 +21,7 @@ def prompts() -> list[list[int]]:
     return [rng.integers(3, 4000, length).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(2, 2, transfer="nixl")], ids=str)
 def test_a_mesh_gives_the_tokens_of_the_reference(tmp_path: Path, shape: Shape) -> None:
     from transformers import AutoModelForCausalLM
 

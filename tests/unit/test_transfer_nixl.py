@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from stagemesh.shared.config import TransferSection
 from stagemesh.shared.errors import PeerLost, ProtocolViolation, Rejected, Retryable, StagemeshError
@@ -15,12 +17,12 @@ from stagemesh.shared.transfer import nixl_sender
 from stagemesh.shared.transfer.backends import open_endpoint
 from stagemesh.shared.transfer.base import Lane
 from stagemesh.shared.transfer.batches import Batch
-from stagemesh.shared.transfer.nixl import NixlSettings, create_agent
-from stagemesh.shared.transfer.nixl_sender import NixlSender, join_key, split_key
+from stagemesh.shared.transfer.nixl import NixlEndpoint, NixlSettings, create_agent
+from stagemesh.shared.transfer.nixl_sender import NixlSender, Place, join_key, split_key
 from stagemesh.shared.transfer.writes import Failure
 
 BATCH = Batch([1], [2], [3], 3)
-KEY = join_key("peer", b"peer")
+KEY = join_key("peer", Place(), b"peer")
 
 
 class nixlRemoteDisconnectError(Exception):  # noqa: N801 - it is known by this name
@@ -32,6 +34,7 @@ class ScriptedAgent:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.described: list[tuple[str, list[tuple[int, int, int]]]] = []
         self.meet: Callable[[], None] = lambda: None
         self.prepare: Callable[[], None] = lambda: None
         self.states: list[str] = []
@@ -46,6 +49,7 @@ class ScriptedAgent:
         self.asked.append("remove")
 
     def get_xfer_descs(self, descriptors: list[tuple[int, int, int]], memory: str) -> Any:
+        self.described.append((memory, descriptors))
         return descriptors
 
     def initialize_xfer(self, operation: str, local: Any, remote: Any, name: str) -> Any:
@@ -87,7 +91,7 @@ def agent() -> ScriptedAgent:
 
 @pytest.fixture
 def sender(agent: ScriptedAgent) -> NixlSender:
-    return NixlSender(agent, "own", timeout_s=0.01)
+    return NixlSender(agent, "own", timeout_s=0.01, place=Place())
 
 
 def test_a_peer_is_met_once_and_a_handle_is_always_released(agent: ScriptedAgent, sender: NixlSender) -> None:
@@ -143,17 +147,43 @@ def test_a_peer_that_is_not_there_is_tried_again_but_not_at_once(
 
 
 def test_metadata_of_another_peer_is_refused(agent: ScriptedAgent, sender: NixlSender) -> None:
-    failure = failure_of(sender.send(join_key("peer", b"other"), BATCH, Lane.BULK))
+    failure = failure_of(sender.send(join_key("peer", Place(), b"other"), BATCH, Lane.BULK))
     assert isinstance(failure.error, ProtocolViolation)
     assert failure.proven
     assert "post" not in agent.asked
 
 
-def test_a_key_carries_name_and_metadata() -> None:
-    assert split_key(join_key("127.0.0.1#ab", b"\x00\xffmeta")) == ("127.0.0.1#ab", b"\x00\xffmeta")
+def test_memory_is_described_where_it_is_on_each_side(agent: ScriptedAgent) -> None:
+    sender = NixlSender(agent, "own", timeout_s=0.01, place=Place("VRAM", 1))
+    assert sender.send(join_key("peer", Place("VRAM", 2), b"peer"), BATCH, Lane.BULK) is None
+    assert sender.send(KEY, BATCH, Lane.BULK) is None
+    here = ("VRAM", [(1, 3, 1)])
+    assert agent.described == [here, ("VRAM", [(2, 3, 2)]), here, ("DRAM", [(2, 3, 0)])]
 
 
-@pytest.mark.parametrize("endpoint", ["", "name", "name:", ":bWV0YQ==", "name:no base64", "127.0.0.1:1#0"])
+@pytest.mark.parametrize("place", [Place(), Place("VRAM", 7)], ids=str)
+def test_a_key_carries_name_place_and_metadata(place: Place) -> None:
+    for name in ("127.0.0.1#ab", "::1#ab"):
+        assert split_key(join_key(name, place, b"\x00\xffmeta")) == (name, place, b"\x00\xffmeta")
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "",
+        "name",
+        "name:",
+        "a:DRAM0:",
+        ":DRAM0:bWV0YQ==",
+        "a:DRAM0:no base64",
+        "127.0.0.1:1#0",
+        "a:bWV0YQ==",
+        "a:FILE0:bWV0YQ==",
+        "a:VRAM:bWV0YQ==",
+        "a:VRAM-1:bWV0YQ==",
+        "a:VRAM12345:bWV0YQ==",
+    ],
+)
 def test_a_key_that_is_none_is_refused(endpoint: str) -> None:
     with pytest.raises(ProtocolViolation, match="not a NIXL endpoint"):
         split_key(endpoint)
@@ -164,15 +194,31 @@ def test_a_loopback_host_stays_on_loopback() -> None:
     assert "UCX_NET_DEVICES" not in NixlSettings(host="192.0.2.1").environment()
 
 
-@pytest.mark.parametrize("wrong", [{"protocol": "rdma"}, {"max_batch_bytes": 0}, {"num_bulk_threads": 0}], ids=str)
+def test_gpus_get_the_transports_that_reach_them() -> None:
+    assert "cuda" not in NixlSettings().environment()["UCX_TLS"]
+    for protocol in ("auto", "intranode"):
+        assert "cuda_ipc" in NixlSettings(device="cuda", protocol=protocol).environment()["UCX_TLS"]
+    assert NixlSettings(device="cuda", protocol="tcp").environment()["UCX_TLS"] == "self,tcp,cuda_copy"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"protocol": "rdma"}, {"protocol": "intranode"}, {"max_batch_bytes": 0}, {"num_bulk_threads": 0}], ids=str
+)
 def test_settings_that_cannot_be_kept_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(Rejected):
         NixlSettings(**wrong)
 
 
-def test_memory_of_a_gpu_and_the_twin_are_refused() -> None:
-    with pytest.raises(Rejected, match="moves host memory only"):
-        open_endpoint(TransferSection(backend="nixl"), "cuda", configure("test"))
+def test_memory_that_is_elsewhere_and_the_twin_are_refused() -> None:
+    async def main() -> None:
+        endpoint = NixlEndpoint()
+        try:
+            with pytest.raises(Rejected, match="must be on cpu:0, is on meta"):
+                endpoint.register(torch.empty(4, device="meta"))
+        finally:
+            await endpoint.close()
+
+    asyncio.run(main())
     with pytest.raises(Rejected, match="does not work between processes"):
         open_endpoint(TransferSection(backend="memory"), "cpu", configure("test"))
 
