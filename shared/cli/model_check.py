@@ -17,7 +17,9 @@ def check_model(config: Config) -> None:
     to run on GPUs and there are none. Loads no weights."""
     if config.model.device == "cuda":
         _check_gpus()
-    num_layers = open_model(config.model.spec).config.num_layers
+    model = open_model(config.model.spec).config
+    model.check_device(config.model.device, config.model.spec)
+    num_layers = model.num_layers
     for instance in config.instances:
         try:
             split_layers(num_layers, instance.pp_size, instance.layers)

@@ -15,13 +15,16 @@ from typing import Any
 
 from stagemesh.shared.errors import Rejected
 
-ARCHITECTURES = ("llama", "mistral")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """`kind` is "linear", "llama3" or "factors" (a divisor for each frequency, as GGUF files of Llama 3 carry them).
-    linear and llama3 use `factor`; the three fields after it are llama3's."""
+    """`kind` is "linear", "llama3", "yarn" or "factors" (a divisor for each frequency, as GGUF files of Llama 3 carry
+    them). All but the last use `factor`, llama3 and yarn `original_max_context` too; the two between are llama3's. The
+    last four are yarn's: frequencies of more than `beta_fast` turns in the original context stay as they are, those
+    of less than `beta_slow` are divided, with the bounds at whole frequencies if `truncate`; `attention_factor`
+    multiplies queries and keys."""
 
     kind: str
     factor: float = 1.0
@@ -29,12 +32,28 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_context: int = 8192
     factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The MLP of a mixture: of `count` experts, each of `intermediate_size`, the router's likeliest `per_token` run for
+    a token, weighted by their probabilities, which are made to add up to 1 if `normalised`."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalised: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder of the Llama family. `max_context` and `sliding_window` are in tokens; `torch_dtype` is torch's name
-    of the dtype the weights were saved in; `attention_bias` is a bias on q, k, v and output."""
+    of the dtype the weights were saved in; `attention_bias` is a bias on q, k and v, `output_bias` one on what follows
+    them; `qk_norm` a norm of every head of q and k; `experts` stand in the place of the MLP in all layers."""
 
     architecture: str
     num_layers: int
@@ -51,7 +70,10 @@ class ModelConfig:
     tie_word_embeddings: bool
     sliding_window: int | None
     attention_bias: bool
+    output_bias: bool
     mlp_bias: bool
+    qk_norm: bool
+    experts: Experts | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     torch_dtype: str
@@ -61,12 +83,20 @@ class ModelConfig:
         """What the head costs a decode step, counted in layers: by the weights that are read, and a quarter more for a
         layer, whose attention and small operations the weights do not show (measured on a 135M model)."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size
+        experts = self.experts  # a batch of some size asks for all of them
+        wide = experts.count * experts.intermediate_size if experts else self.intermediate_size
+        layer = attention + 3 * self.hidden_size * wide
         return self.vocab_size * self.hidden_size / (1.25 * layer)
 
     def describe(self) -> dict[str, Any]:
         """Every field by name, of plain types: what fingerprints and manifests are made of."""
         return asdict(self)
+
+    def check_device(self, device: str, spec: str) -> None:
+        """Raises Rejected for what this kind of device does not compute yet."""
+        if device == "cuda" and self.experts is not None:
+            problem = f"num_local_experts: {self.experts.count} experts need model.device 'cpu', got {device!r}"
+            raise Rejected("model", f"{spec}: {problem}")
 
     def check(self, source: Path) -> ModelConfig:
         """Itself, if the sizes fit together. Raises Rejected naming `source`."""
@@ -78,6 +108,10 @@ class ModelConfig:
             problem = "rope scaling: high_freq_factor must be above low_freq_factor"
         elif scaling and scaling.kind == "factors" and len(scaling.factors) != self.head_dim // 2:
             problem = f"rope scaling: {len(scaling.factors)} factors for {self.head_dim // 2} frequencies"
+        elif scaling and scaling.beta_fast <= scaling.beta_slow:
+            problem = "rope scaling: beta_fast must be above beta_slow"
+        elif (experts := self.experts) and experts.per_token > experts.count:
+            problem = f"{experts.per_token} experts a token, of {experts.count}"
         else:
             return self
         raise Rejected("model", f"{source}: {problem}")

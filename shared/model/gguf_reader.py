@@ -22,11 +22,24 @@ LAYER_PARTS: Final = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
 }
+EXPERT_PARTS: Final = {
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "w1": "ffn_gate",
+    "w3": "ffn_up",
+    "w2": "ffn_down",
+}
+PAIRED_ROWS: Final = ("llama", "mistral", "mixtral")
 
 
 class GgufReader:
@@ -36,19 +49,27 @@ class GgufReader:
         self._file, self._config = file, config
 
     def read(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
-        info = self._file.tensors.get(gguf_name(name))
+        written, expert = gguf_name(name), expert_of(name)
+        info = self._file.tensors.get(written)
+        if info is None and expert is not None:  # a file from before experts were stacked
+            part, _, kind = written.partition("_exps.")
+            info, expert = self._file.tensors.get(f"{part}.{expert}.{kind}"), None
         if info is None:
-            raise Rejected("model", f"{self._file.path}: tensor {gguf_name(name)} is missing")
-        if info.shape != shape:
-            raise self._complaint(info, f"has shape {list(info.shape)}, the model needs {list(shape)}")
-        tensor = torch.tensor(self._values(info)).reshape(shape)
+            raise Rejected("model", f"{self._file.path}: tensor {written} is missing")
+        needed = shape if expert is None else (info.shape[0], *shape)
+        if info.shape != needed or (expert is not None and expert >= info.shape[0]):
+            raise self._complaint(info, f"has shape {list(info.shape)}, the model needs {list(needed)}")
+        tensor = torch.tensor(self._values(info, expert)).reshape(shape)
+        if self._config.architecture not in PAIRED_ROWS:
+            return tensor.to(dtype)
         if ".self_attn.q_proj." in name:
             tensor = _halves_from_pairs(tensor, self._config.num_heads)
         elif ".self_attn.k_proj." in name:
             tensor = _halves_from_pairs(tensor, self._config.num_kv_heads)
         return tensor.to(dtype)
 
-    def _values(self, info: TensorInfo) -> np.ndarray:
+    def _values(self, info: TensorInfo, expert: int | None) -> np.ndarray:
+        """Of the whole tensor, or of one of its experts."""
         try:
             kind = GGMLQuantizationType(info.kind)
             block, block_bytes = GGML_QUANT_SIZES[kind]
@@ -58,8 +79,9 @@ class GgufReader:
             raise self._complaint(info, f"has rows of {info.shape[-1]}, no multiple of {kind.name}'s {block}")
         row_bytes = info.shape[-1] // block * block_bytes
         raw = self._file.tensor_bytes(info, torch.Size(info.shape[:-1]).numel() * row_bytes)
+        rows = np.frombuffer(raw, np.uint8).reshape(*info.shape[:-1], row_bytes)
         try:
-            values: np.ndarray = dequantize(np.frombuffer(raw, np.uint8).reshape(*info.shape[:-1], row_bytes), kind)
+            values: np.ndarray = dequantize(rows if expert is None else rows[expert], kind)
         except NotImplementedError as error:
             raise self._complaint(info, f"has type {kind.name}, which cannot be dequantized") from error
         return values
@@ -74,7 +96,15 @@ def gguf_name(name: str) -> str:
         return WHOLE_MODEL[name]
     layer, _, tensor = name.removeprefix("model.layers.").partition(".")
     part, _, kind = tensor.rpartition(".")
+    if expert_of(name) is not None:
+        return f"blk.{layer}.{EXPERT_PARTS[part.rpartition('.')[2]]}_exps.{kind}"
     return f"blk.{layer}.{LAYER_PARTS[part]}.{kind}"
+
+
+def expert_of(name: str) -> int | None:
+    """The number of the expert that a tensor with a Hugging Face name belongs to."""
+    _, found, rest = name.partition(".experts.")
+    return int(rest.partition(".")[0]) if found else None
 
 
 def _halves_from_pairs(rows: Tensor, num_heads: int) -> Tensor:

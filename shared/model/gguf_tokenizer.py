@@ -28,11 +28,16 @@ LLAMA3_WORDS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN2_WORDS: Final = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 CUTS: Final[Mapping[str, Sequence[Any]]] = {
     "gpt-2": (pre_tokenizers.ByteLevel(add_prefix_space=False),),
     "smollm": (pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "llama-bpe": (
         pre_tokenizers.Split(Regex(LLAMA3_WORDS), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ),
+    "qwen2": (
+        pre_tokenizers.Split(Regex(QWEN2_WORDS), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ),
 }
@@ -84,6 +89,8 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Backend:
     # Llama 3 takes a word that is a token as it is, even if no merges lead there.
     backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=name == "llama-bpe"))
     backend.pre_tokenizer = pre_tokenizers.Sequence(list(CUTS[name]))
+    if name == "qwen2":
+        backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend
 

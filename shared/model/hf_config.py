@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Final
 
 from stagemesh.shared.errors import Rejected
-from stagemesh.shared.model.config import ARCHITECTURES, ModelConfig, RopeScaling, Settings
+from stagemesh.shared.model.config import ARCHITECTURES, Experts, ModelConfig, RopeScaling, Settings
 
-DEFAULT_MISTRAL_WINDOW: Final = 4096  # tokens
+DEFAULT_WINDOW: Final = 4096  # tokens
+DEFAULT_THETA: Final = {"mixtral": 1e6}
+QWENS: Final = ("qwen2", "qwen3", "qwen3_moe")
 DTYPES: Final = ("float32", "float64", "float16", "bfloat16")
 
 
@@ -19,29 +22,35 @@ def from_hf_dir(path: Path) -> ModelConfig:
     settings = Settings(file, read_json(file))
     architecture = settings.text("model_type")
     if architecture not in ARCHITECTURES:
-        raise settings.complaint("model_type", f"{architecture!r} is not supported, only {' and '.join(ARCHITECTURES)}")
+        raise settings.complaint("model_type", f"{architecture!r} is not supported, only {', '.join(ARCHITECTURES)}")
     _refuse_what_changes_the_maths(settings)
     num_heads, hidden_size = settings.integer("num_attention_heads"), settings.integer("hidden_size")
     rope = _rope_settings(settings)
     max_context = settings.integer("max_position_embeddings")
-    bias = architecture == "llama"
+    takes_bias = architecture in ("llama", "qwen3", "qwen3_moe")
+    bias = takes_bias and settings.flag("attention_bias", False)
+    default_head = 128 if architecture == "qwen3" else hidden_size // num_heads
+    experts = _experts(settings, architecture)
     return ModelConfig(
         architecture=architecture,
         num_layers=settings.integer("num_hidden_layers"),
         hidden_size=hidden_size,
-        intermediate_size=settings.integer("intermediate_size"),
+        intermediate_size=experts.intermediate_size if experts else settings.integer("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=settings.integer("num_key_value_heads", num_heads),
-        head_dim=settings.integer("head_dim", hidden_size // num_heads),
+        head_dim=settings.integer("head_dim", default_head),
         vocab_size=settings.integer("vocab_size"),
         rms_norm_eps=settings.number("rms_norm_eps", 1e-6),
-        rope_theta=rope.number("rope_theta", 10000.0),
+        rope_theta=rope.number("rope_theta", DEFAULT_THETA.get(architecture, 10000.0)),
         rope_scaling=_rope_scaling(rope, max_context),
         max_context=max_context,
         tie_word_embeddings=settings.flag("tie_word_embeddings", False),
         sliding_window=_sliding_window(settings, architecture),
-        attention_bias=bias and settings.flag("attention_bias", False),
-        mlp_bias=bias and settings.flag("mlp_bias", False),
+        attention_bias=bias or architecture == "qwen2",
+        output_bias=bias,
+        mlp_bias=architecture == "llama" and settings.flag("mlp_bias", False),
+        qk_norm=architecture in ("qwen3", "qwen3_moe"),
+        experts=experts,
         bos_token_id=next(iter(settings.token_ids("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(settings, path / "generation_config.json"),
         torch_dtype=_dtype(settings),
@@ -97,7 +106,49 @@ def _rope_scaling(rope: Settings, max_context: int) -> RopeScaling | None:
             rope.number("high_freq_factor"),
             rope.integer("original_max_position_embeddings", max_context),
         )
-    raise rope.complaint("rope_type", f"{kind!r} is not supported, only default, linear and llama3")
+    if kind == "yarn":
+        return RopeScaling(
+            "yarn",
+            factor := rope.number("factor"),
+            original_max_context=rope.integer("original_max_position_embeddings", max_context),
+            attention_factor=_yarn_attention(rope, factor),
+            beta_fast=rope.number("beta_fast", 32.0),
+            beta_slow=rope.number("beta_slow", 1.0),
+            truncate=rope.flag("truncate", True),
+        )
+    raise rope.complaint("rope_type", f"{kind!r} is not supported, only default, linear, llama3 and yarn")
+
+
+def _yarn_attention(rope: Settings, factor: float) -> float:
+    """What the file says, else what the paper suggests for `factor`, with the weights of DeepSeek's variant."""
+
+    def suggested(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.values.get("attention_factor") is not None:
+        return rope.number("attention_factor")
+    if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
+        return suggested(rope.number("mscale")) / suggested(rope.number("mscale_all_dim"))
+    return suggested(1.0)
+
+
+def _experts(settings: Settings, architecture: str) -> Experts | None:
+    """Raises Rejected where some layers have experts and others have none."""
+    if architecture == "mixtral":
+        count, per_token = settings.integer("num_local_experts", 8), settings.integer("num_experts_per_tok", 2)
+        return Experts(count, per_token, settings.integer("intermediate_size"), True)
+    if architecture != "qwen3_moe":
+        return None
+    if settings.values.get("mlp_only_layers") or settings.integer("decoder_sparse_step", 1) != 1:
+        key = "mlp_only_layers" if settings.values.get("mlp_only_layers") else "decoder_sparse_step"
+        raise settings.complaint(key, "layers without experts among those with them are not supported")
+    key = "num_experts" if settings.values.get("num_experts") is not None else "num_local_experts"
+    return Experts(
+        settings.integer(key, 128),
+        settings.integer("num_experts_per_tok", 8),
+        settings.integer("moe_intermediate_size"),
+        settings.flag("norm_topk_prob", False),
+    )
 
 
 def _sliding_window(settings: Settings, architecture: str) -> int | None:
@@ -105,7 +156,24 @@ def _sliding_window(settings: Settings, architecture: str) -> int | None:
         return None
     if "sliding_window" in settings.values and settings.values["sliding_window"] is None:
         return None
-    return settings.integer("sliding_window", DEFAULT_MISTRAL_WINDOW)
+    if architecture in QWENS and not _all_slide(settings, architecture):
+        return None
+    if architecture == "mixtral" and "sliding_window" not in settings.values:
+        return None
+    return settings.integer("sliding_window", DEFAULT_WINDOW)
+
+
+def _all_slide(settings: Settings, architecture: str) -> bool:
+    """True if every layer has the window, false if none has. Raises Rejected for a mixture."""
+    if not settings.flag("use_sliding_window", False):
+        return False
+    if kinds := settings.values.get("layer_types"):
+        return "sliding_attention" in kinds
+    layers = settings.integer("num_hidden_layers")
+    first = 0 if architecture == "qwen3_moe" else settings.values.get("max_window_layers", 28)
+    if not isinstance(first, int) or 0 < first < layers:
+        raise settings.complaint("max_window_layers", f"must be 0, or {layers} or more: layers must all be alike")
+    return first == 0
 
 
 def _eos_token_ids(settings: Settings, generation_file: Path) -> tuple[int, ...]:

@@ -8,21 +8,19 @@ The numerics are those of `transformers` (norms and angles in float32 in every d
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from stagemesh.shared.core.layers import LayerRange
 from stagemesh.shared.model.attention.base import AttentionPlan
 from stagemesh.shared.model.attention.cpu import CpuAttention
 from stagemesh.shared.model.batch import ForwardBatch
 from stagemesh.shared.model.config import ModelConfig
-from stagemesh.shared.model.rope import Rotation, inverse_frequencies
+from stagemesh.shared.model.experts import run_experts
+from stagemesh.shared.model.project import project
+from stagemesh.shared.model.rope import Rotation, attention_factor, inverse_frequencies
 from stagemesh.shared.model.weights import LayerWeights, StageWeights
-
-FEW_TOKENS: Final = 32
 
 
 def pool_bytes_per_page(config: ModelConfig, num_layers: int, page_size: int, dtype: torch.dtype) -> int:
@@ -58,7 +56,7 @@ class StageModel:
         self.config, self.layers, self.dtype = config, layers, dtype
         self.first, self.last = first, last
         self._weights = weights
-        self._frequencies = inverse_frequencies(config)
+        self._frequencies, self._rope_factor = inverse_frequencies(config), attention_factor(config)
         self._attention = CpuAttention(config.num_kv_heads, config.head_dim, config.sliding_window, dtype)
 
     @torch.inference_mode()
@@ -68,7 +66,7 @@ class StageModel:
         hidden = inputs
         if self._weights.embedding is not None and self.first:
             hidden = self._weights.embedding.index_select(0, inputs)
-        rotation = Rotation(self._frequencies, batch.positions, self.dtype)
+        rotation = Rotation(self._frequencies, batch.positions, self.dtype, self._rope_factor)
         plan = self._attention.plan(batch, pool)
         for index, layer in enumerate(self._weights.layers):
             hidden = hidden + self._attend(layer, index, hidden, rotation, plan)
@@ -82,13 +80,20 @@ class StageModel:
         normed = self._norm(hidden, layer.input_norm)
         fused = project(normed, layer.qkv, layer.qkv_bias).contiguous()
         fused = fused.view(len(hidden), -1, config.head_dim)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key = fused[:, : config.num_heads], fused[:, config.num_heads : -config.num_kv_heads]
+            query.copy_(self._norm(query, layer.query_norm))
+            key.copy_(self._norm(key, layer.key_norm))
         rotation.apply_(fused[:, : config.num_heads + config.num_kv_heads])
         query = fused[:, : config.num_heads]
         key_value = fused[:, config.num_heads :].view(len(hidden), 2, config.num_kv_heads, -1)
         return project(plan.attend(index, query, key_value), layer.output, layer.output_bias)
 
     def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
-        fused = project(self._norm(hidden, layer.post_norm), layer.gate_up, layer.gate_up_bias)
+        normed = self._norm(hidden, layer.post_norm)
+        if layer.router is not None and self.config.experts is not None:
+            return run_experts(self.config.experts, normed, layer.router, layer.gate_up, layer.down)
+        fused = project(normed, layer.gate_up, layer.gate_up_bias)
         gate, up = fused.chunk(2, dim=-1)
         return project((silu(gate) * up).contiguous(), layer.down, layer.down_bias)
 
@@ -103,16 +108,3 @@ class StageModel:
         assert head is not None
         logits = project(self._norm(hidden, norm), head, None)
         return logits.contiguous() if self.dtype == torch.float64 else logits.float().contiguous()
-
-
-def project(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`inputs` [T, in] times `weight` [out, in], transposed: [T, out], of any stride.
-
-    For few tokens in float32 on the CPU the weight goes first: the matrix library then takes 39, 62 and 67 ms for what
-    it does in 68, 77 and 86 ms the other way round (half the matrices of a 135M model, 4, 8 and 16 tokens, 1 core).
-    From 64 tokens on it is slower so, and other dtypes gain nothing.
-    """
-    if inputs.dtype != torch.float32 or inputs.is_cuda or len(inputs) > FEW_TOKENS:
-        return linear(inputs, weight, bias)
-    product = (weight @ inputs.t()).t()
-    return product if bias is None else product.add_(bias)

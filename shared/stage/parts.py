@@ -80,6 +80,7 @@ def build_parts(
         see_gpu(instance, pp_rank)
     source = open_model(config.model.spec)
     model_config, dtype = source.config, _DTYPES[config.model.dtype]
+    model_config.check_device(config.model.device, config.model.spec)
     head = model_config.head_layers if instance.role == "decode" else 0.0  # a prefill step samples a few rows at most
     ranges = split_layers(model_config.num_layers, instance.pp_size, instance.layers, head_layers=head)
     layers, first, last = ranges[pp_rank], pp_rank == 0, pp_rank == instance.pp_size - 1

@@ -7,7 +7,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ import torch
 from stagemesh.shared.rpc.client import Client
 from tests.support.client import GENERATOR, Answer, generate, token_request
 from tests.support.reference import check_greedy
+from tests.support.reference import load_reference as load_reference
 from tests.support.running import running_mesh
 from tests.support.tiny_models import Architecture, make_tiny
 
@@ -57,6 +57,7 @@ SAMPLE: list[tuple[Architecture, Shape]] = [
     ("mistral", UNEVEN[3]),
     ("llama", UNEVEN[6]),
 ]
+FAMILIES: list[tuple[Architecture, Shape]] = [("qwen3_moe", UNEVEN[0]), ("qwen2", EVEN[2]), ("mixtral", EVEN[3])]
 ALL: list[tuple[Architecture, Shape]] = [(a, s) for a in ("llama", "mistral") for s in (*EVEN, *UNEVEN)]
 
 
@@ -80,6 +81,7 @@ def run_shape(
     tmp_path: Path, architecture: Architecture, shape: Shape, count: int, options: Sequence[str] = ()
 ) -> None:
     model = make_tiny(tmp_path / "model", architecture, num_layers=NUM_LAYERS, max_context=256)
+    torch.set_num_threads(2)
     reference = load_reference(model)
     wanted = prompts(count, reference.config.vocab_size)
     sizes = ["--page-size", str(PAGE), "--chunk-size", str(CHUNK), "--num-pages", "400", "--max-running", "16"]
@@ -97,18 +99,22 @@ def run_shape(
     print(f"{architecture} {shape}: {count} prompts, {said}")
 
 
-def load_reference(path: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(2)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "shape"), SAMPLE, ids=str)
 def test_a_sample_of_shapes_gives_the_tokens_of_the_reference(
     tmp_path: Path, architecture: Architecture, shape: Shape
 ) -> None:
+    run_shape(tmp_path, architecture, shape, count=40)
+
+
+@pytest.mark.slow
+def test_experts_and_norms_of_heads_over_a_mesh(tmp_path: Path) -> None:
+    run_shape(tmp_path, *FAMILIES[0], count=24)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("architecture", "shape"), FAMILIES[1:], ids=str)
+def test_other_families_over_a_mesh(tmp_path: Path, architecture: Architecture, shape: Shape) -> None:
     run_shape(tmp_path, architecture, shape, count=40)
 
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
 
 NEAR_TIE = 1e-4
+
+
+def load_reference(path: Path, dtype: torch.dtype = torch.float64) -> Any:
+    """The model in a Hugging Face directory. Experts run one by one: the grouped product knows no float64."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager")
 
 
 def check_greedy(model: Any, prompt: Sequence[int], made: Sequence[int]) -> int:

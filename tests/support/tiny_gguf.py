@@ -12,7 +12,8 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from safetensors.numpy import load_file
 
-from stagemesh.shared.model.gguf_reader import gguf_name
+from stagemesh.shared.model.config import ModelConfig
+from stagemesh.shared.model.gguf_reader import expert_of, gguf_name
 from stagemesh.shared.model.hf_config import from_hf_dir
 
 
@@ -22,10 +23,13 @@ def write_gguf(
     *,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     overrides: dict[str, Any] | None = None,
+    stack_experts: bool = True,
 ) -> Path:
-    """Converts `directory` to `path`, matrices in `kind`. `overrides` replace metadata keys; None removes one."""
+    """Converts `directory` to `path`, matrices in `kind`. `overrides` replace metadata keys, in the names of a llama;
+    None removes one. Experts are one tensor each unless they are to be stacked."""
     config = from_hf_dir(directory)
-    writer = GGUFWriter(path, "llama")
+    architecture = {"qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}.get(config.architecture, "llama")
+    writer = GGUFWriter(path, architecture)
     settings: dict[str, Any] = {
         "llama.block_count": config.num_layers,
         "llama.context_length": config.max_context,
@@ -44,22 +48,48 @@ def write_gguf(
         "tokenizer.ggml.unknown_token_id": 0,
         "tokenizer.ggml.add_bos_token": False,
         **_tokenizer(directory),
+        **_expert_settings(config),
         **(overrides or {}),
     }
     for key, value in settings.items():
-        _add(writer, key, value)
+        _add(writer, key.replace("llama.", f"{architecture}.", 1), value)
     heads = {".self_attn.q_proj.": config.num_heads, ".self_attn.k_proj.": config.num_kv_heads}
+    if architecture != "llama":
+        heads = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    tensors: dict[str, np.ndarray] = {}
     for file in sorted(directory.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             permuted = next((_pairs(tensor, count) for part, count in heads.items() if part in name), tensor)
-            values = np.ascontiguousarray(permuted, dtype=np.float32)
-            chosen = kind if values.ndim > 1 else GGMLQuantizationType.F32
-            writer.add_tensor(gguf_name(name), quantize(values, chosen), raw_dtype=chosen)
+            if (number := expert_of(name)) is None:
+                tensors[gguf_name(name)] = permuted
+            else:
+                experts.setdefault(gguf_name(name), {})[number] = permuted
+    for name, parts in experts.items():
+        if stack_experts:
+            tensors[name] = np.stack([parts[number] for number in sorted(parts)])
+        else:
+            tensors |= {name.replace("_exps.", f".{number}."): part for number, part in parts.items()}
+    for name, tensor in tensors.items():
+        values = np.ascontiguousarray(tensor, dtype=np.float32)
+        chosen = kind if values.ndim > 1 else GGMLQuantizationType.F32
+        writer.add_tensor(name, quantize(values, chosen), raw_dtype=chosen)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _expert_settings(config: ModelConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = {"llama.attention.key_length": config.head_dim}
+    if config.experts is not None:
+        settings |= {
+            "llama.expert_count": config.experts.count,
+            "llama.expert_used_count": config.experts.per_token,
+            "llama.expert_feed_forward_length": config.experts.intermediate_size,
+        }
+    return settings
 
 
 def _pairs(rows: np.ndarray, num_heads: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-Architecture = Literal["llama", "mistral"]
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 
 SPECIAL_TOKENS: Final = ("<unk>", "<s>", "</s>", "<|turn|>")  # ids 0..3
 BOS_ID, EOS_ID = 1, 2
@@ -20,6 +20,12 @@ CHAT_TEMPLATE: Final = (
     "<|turn|>{{ message.role }}\n{{ message.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
+OWN_SETTINGS: Final[dict[str, dict[str, Any]]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3": {"head_dim": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True},
+}
 CORPUS: Final = (
     "The river runs past the mill and under the old bridge, where the children wait for the boats.",
     "When the night train stops at the station, the lamps along the platform are lit one after the other.",
@@ -44,14 +50,10 @@ def make_tiny(
 ) -> Path:
     """Writes a model of hidden size 64 with 4 heads and 2 kv heads to `path`, which it returns. `settings` go into the
     transformers config. Weights are large enough that greedy answers vary."""
-    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    kinds: dict[str, tuple[Any, Any]] = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "mistral": (MistralConfig, MistralForCausalLM),
-    }
-    config_class, model_class = kinds[architecture]
-    config = config_class(
+    config = AutoConfig.for_model(
+        architecture,
         num_hidden_layers=num_layers,
         vocab_size=vocab_size,
         hidden_size=64,
@@ -63,9 +65,9 @@ def make_tiny(
         eos_token_id=EOS_ID,
         tie_word_embeddings=tie_word_embeddings,
         dtype=dtype,
-        **({"sliding_window": None} if architecture == "mistral" else {}) | settings,
+        **OWN_SETTINGS.get(architecture, {}) | settings,
     )
-    model = model_class(config).to(getattr(torch, dtype))
+    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
     _randomize(model, seed)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     write_tokenizer(path, vocab_size)

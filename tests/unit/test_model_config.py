@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stagemesh.shared.errors import Rejected
-from stagemesh.shared.model.config import RopeScaling
+from stagemesh.shared.model.config import Experts, ModelConfig, RopeScaling
 from stagemesh.shared.model.hf_config import from_hf_dir
 
 BASE: dict[str, Any] = {
@@ -77,10 +78,69 @@ def test_sliding_window_of_mistral(tmp_path: Path, window: Any, expected: int | 
     assert config.sliding_window == expected
 
 
+QWEN_WINDOW: dict[str, Any] = {"model_type": "qwen3", "sliding_window": 128, "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"max_window_layers": 0}, 128),
+        ({"max_window_layers": 4}, None),
+        ({"use_sliding_window": False}, None),
+        ({"layer_types": ["sliding_attention"] * 4}, 128),
+        ({"layer_types": ["full_attention"] * 4, "max_window_layers": 0}, None),
+        ({"model_type": "qwen3_moe", "moe_intermediate_size": 32}, 128),
+        ({"model_type": "mixtral"}, 128),
+        ({"model_type": "mixtral", "sliding_window": ...}, None),
+        ({"model_type": "llama"}, None),
+    ],
+)
+def test_sliding_window_of_the_others(tmp_path: Path, changes: dict[str, Any], expected: int | None) -> None:
+    assert from_hf_dir(write(tmp_path, QWEN_WINDOW | changes)).sliding_window == expected
+
+
+def test_what_qwens_and_mixtures_have_beyond_a_llama(tmp_path: Path) -> None:
+    def read(kind: str, **changes: Any) -> ModelConfig:
+        return from_hf_dir(write(tmp_path, {"model_type": kind, **changes}))
+
+    qwen2, qwen3 = read("qwen2"), read("qwen3")
+    assert (qwen2.attention_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen3.attention_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    assert read("qwen3", attention_bias=True).output_bias
+    assert read("mixtral").experts == Experts(8, 2, 128, True)
+    assert read("mixtral").rope_theta == 1e6
+    sizes = {"moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": False}
+    assert read("qwen3_moe", **sizes).experts == Experts(16, 4, 32, False)
+
+
+def test_experts_are_refused_on_gpus(tmp_path: Path) -> None:
+    config = from_hf_dir(write(tmp_path, {"model_type": "mixtral"}))
+    config.check_device("cpu", "DIR")
+    with pytest.raises(Rejected, match=r"DIR: num_local_experts: 8 experts need model\.device 'cpu'"):
+        config.check_device("cuda", "DIR")
+    from_hf_dir(write(tmp_path, {"model_type": "qwen3"})).check_device("cuda", "DIR")
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({}, 0.1 * math.log(4.0) + 1.0),
+        ({"attention_factor": 0.5}, 0.5),
+        ({"mscale": 0.7, "mscale_all_dim": 0.7}, 1.0),
+        ({"factor": 1.0}, 1.0),
+    ],
+)
+def test_what_yarn_multiplies_with(tmp_path: Path, rope: dict[str, float], expected: float) -> None:
+    scaling = from_hf_dir(write(tmp_path, {"rope_scaling": {"type": "yarn", "factor": 4.0, **rope}})).rope_scaling
+    assert scaling is not None
+    assert (scaling.kind, scaling.original_max_context) == ("yarn", 256)
+    assert scaling.attention_factor == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"model_type": "qwen2"}, "model_type: 'qwen2' is not supported"),
+        ({"model_type": "gemma"}, "model_type: 'gemma' is not supported"),
         ({"model_type": ...}, "model_type: is missing"),
         ({"num_hidden_layers": ...}, "num_hidden_layers: is missing"),
         ({"num_hidden_layers": "12"}, "num_hidden_layers: must be a positive integer, got '12'"),
@@ -90,7 +150,14 @@ def test_sliding_window_of_mistral(tmp_path: Path, window: Any, expected: int | 
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type: 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type: 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor: is missing"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1.0}}, "beta_fast must be above beta_slow"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2}, "max_window_layers: must be 0"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, "mlp_only_layers: layers without experts"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step: layers without experts"),
+        ({"model_type": "qwen3_moe"}, "moe_intermediate_size: is missing"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "9 experts a token, of 8"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "factor: is missing"),
         ({"rope_scaling": "linear"}, "rope_parameters: must be an object"),

@@ -20,7 +20,7 @@ from stagemesh.shared.model.rope import inverse_frequencies
 from stagemesh.shared.model.source import GgufSource, open_model
 from tests.support.paged_model import PagedModel
 from tests.support.tiny_gguf import write_gguf
-from tests.support.tiny_models import make_tiny
+from tests.support.tiny_models import Architecture, make_tiny
 
 PROMPT = [1, 30, 77, 200, 9, 145, 8]
 
@@ -45,6 +45,41 @@ def test_a_converted_model_computes_the_same(original: Path, plain: Path) -> Non
     ours = PagedModel(open_model(str(plain)), torch.float32, pp_size=2).greedy([PROMPT], 8, chunk=4)[0]
     assert ours.tokens == expected.tokens
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(expected.logits), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "mixtral", "qwen3_moe"])
+def test_other_families_compute_the_same_from_a_converted_file(tmp_path: Path, architecture: Architecture) -> None:
+    model = make_tiny(tmp_path / "model", architecture, num_layers=2, dtype="float32", tie_word_embeddings=True)
+    expected = PagedModel(open_model(str(model)), torch.float32).greedy([PROMPT], 8, chunk=4)[0]
+    for stacked in (True, False):
+        path = write_gguf(model, tmp_path / f"{stacked}.gguf", stack_experts=stacked)
+        source = open_model(str(path))
+        assert source.config.architecture == architecture
+        ours = PagedModel(source, torch.float32, pp_size=2).greedy([PROMPT], 8, chunk=4)[0]
+        torch.testing.assert_close(torch.stack(ours.logits), torch.stack(expected.logits), rtol=0, atol=1e-5)
+        assert ours.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_quantized_experts_are_close_to_the_original(tmp_path: Path, kind: str) -> None:
+    model = make_tiny(tmp_path / "model", "mixtral", num_layers=1, dtype="float32")
+    path = write_gguf(model, tmp_path / "model.gguf", kind=GGMLQuantizationType[kind])
+    ours, theirs = (
+        open_model(str(place)).load(LayerRange(0, 1), torch.float32, first=False, last=False).layers[0]
+        for place in (path, model)
+    )
+    for name in ("router", "gate_up", "down"):
+        error = (getattr(ours, name) - getattr(theirs, name)).abs().max()
+        assert 0 < float(error) < 0.15
+
+
+def test_yarn_in_metadata(original: Path, tmp_path: Path) -> None:
+    changes = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+    changes["llama.rope.scaling.original_context_length"] = 64
+    scaling = open_model(str(write_gguf(original, tmp_path / "yarn.gguf", overrides=changes))).config.rope_scaling
+    assert scaling is not None
+    assert (scaling.kind, scaling.factor, scaling.original_max_context) == ("yarn", 4.0, 64)
+    assert scaling.attention_factor == pytest.approx(1.1386294)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
@@ -89,7 +124,9 @@ def test_the_header_reads_as_the_reference_reader_reads_it(plain: Path) -> None:
     [
         ({"llama.block_count": None}, "llama.block_count: is missing"),
         ({"llama.embedding_length": "64"}, "llama.embedding_length: must be a positive integer"),
-        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type: 'yarn' is not supported"),
+        ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type: 'longrope' is not supported"),
+        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.factor: is missing"),
+        ({"llama.expert_count": 4}, "llama.expert_used_count: is missing"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count: must be the head size 16, got 8"),
         ({"general.architecture": "gemma"}, "general.architecture: 'gemma' is not supported"),
     ],

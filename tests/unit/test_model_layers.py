@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from stagemesh.shared.core.layers import LayerRange
-from stagemesh.shared.model.layers import StageModel, allocate_pool, pool_bytes_per_page, project
+from stagemesh.shared.model.layers import StageModel, allocate_pool, pool_bytes_per_page
+from stagemesh.shared.model.project import project
 from stagemesh.shared.model.source import open_model
 from tests.support.paged_model import PagedModel, Row
+from tests.support.reference import load_reference
 from tests.support.tiny_models import make_tiny
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama_tied_sharded": {"tie_word_embeddings": True, "max_shard_size": "200KB"},
@@ -31,9 +34,34 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "rope_theta": 500.0,
         }
     },
+    "llama_rope_yarn": {"rope_parameters": YARN | {"rope_theta": 500.0}},
+    "llama_rope_yarn_untruncated": {
+        "rope_parameters": YARN | {"rope_theta": 500.0, "truncate": False, "beta_fast": 8.0, "attention_factor": 0.7}
+    },
     "mistral": {"architecture": "mistral"},
     "mistral_window": {"architecture": "mistral", "sliding_window": 10},
+    "qwen2": {"architecture": "qwen2"},
+    "qwen2_tied_window": {
+        "architecture": "qwen2",
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "sliding_window": 10,
+        "max_window_layers": 0,
+    },
+    "qwen2_yarn": {"architecture": "qwen2", "rope_parameters": YARN | {"rope_theta": 1e6}},
+    "qwen3": {"architecture": "qwen3"},
+    "qwen3_tied_biases": {"architecture": "qwen3", "tie_word_embeddings": True, "attention_bias": True},
+    "mixtral": {"architecture": "mixtral"},
+    "mixtral_window": {"architecture": "mixtral", "sliding_window": 10, "num_experts_per_tok": 1},
+    "qwen3_moe": {"architecture": "qwen3_moe"},
+    "qwen3_moe_tied_plain_shares": {
+        "architecture": "qwen3_moe",
+        "tie_word_embeddings": True,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+    },
 }
+FAMILIES = ("qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +77,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def reference_logits(path: Path, rows: Sequence[Row], dtype: torch.dtype) -> list[torch.Tensor]:
     """What transformers computes at every place of each row, in one pass and without a cache."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model = load_reference(path, dtype)
     with torch.inference_mode():
         return [model(torch.tensor([row.tokens]), use_cache=False).logits[0] for row in rows]
 
@@ -76,7 +102,7 @@ def test_float64_greedy_tokens_equal_those_of_transformers(models: dict[str, Pat
 
 
 @pytest.mark.parametrize(("pp_size", "sizes"), [(2, None), (3, None), (2, (1, 4)), (5, None)])
-@pytest.mark.parametrize("name", ["llama_tied_sharded", "mistral_window"])
+@pytest.mark.parametrize("name", ["llama_tied_sharded", "mistral_window", "qwen2_tied_window", "qwen3", "qwen3_moe"])
 def test_stages_compute_what_one_process_does(
     models: dict[str, Path], name: str, pp_size: int, sizes: tuple[int, ...] | None
 ) -> None:
@@ -86,6 +112,12 @@ def test_stages_compute_what_one_process_does(
     assert [row.tokens for row in staged] == [row.tokens for row in whole]
     for row, other in zip(staged, whole, strict=True):
         torch.testing.assert_close(torch.stack(row.logits), torch.stack(other.logits), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_float32_logits_of_split_stages_are_those_of_transformers(models: dict[str, Path], name: str) -> None:
+    rows = PagedModel(open_model(str(models[name])), torch.float32, pp_size=3).greedy(PROMPTS, 12, chunk=6)
+    check_greedy(models[name], rows, 12, torch.float32, 2e-4)
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def test_unknown_kinds_of_gguf_tokenizer_are_refused(
         open_model(str(path)).tokenizer()
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe"])
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
 def test_a_converted_tokenizer_is_the_same(directory: Path, tiny: Tokenizer, tmp_path: Path, pre: str) -> None:
     path = write_gguf(directory, tmp_path / "model.gguf", overrides={"tokenizer.ggml.pre": pre})
     ours = open_model(str(path)).tokenizer()

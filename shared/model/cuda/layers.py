@@ -10,12 +10,12 @@ import torch
 from flashinfer.activation import silu_and_mul
 from flashinfer.norm import fused_add_rmsnorm, rmsnorm
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 
 from stagemesh.shared.core.layers import LayerRange
 from stagemesh.shared.model.config import ModelConfig
 from stagemesh.shared.model.cuda.kernels import embed, rope_append
-from stagemesh.shared.model.rope import inverse_frequencies
+from stagemesh.shared.model.rope import attention_factor, inverse_frequencies
 from stagemesh.shared.model.weights import LayerWeights, StageWeights
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -40,7 +40,8 @@ class CudaStageModel:
         self.weights = weights
         positions = torch.arange(config.max_context, dtype=torch.float32)
         angles = positions[:, None] * inverse_frequencies(config)
-        self._cos, self._sin = angles.cos().cuda(), angles.sin().cuda()
+        factor = attention_factor(config)
+        self._cos, self._sin = (angles.cos() * factor).cuda(), (angles.sin() * factor).cuda()
 
     def embed(self, sources: Tensor, literals: Tensor, sampled: Tensor) -> Tensor:
         """[T, hidden] of ids that are literal or that a step has sampled; see `kernels.embed`."""
@@ -61,12 +62,22 @@ class CudaStageModel:
                 fused_add_rmsnorm(delta, hidden, layer.input_norm, eps)
                 normed = delta
             qkv = linear(normed, layer.qkv, layer.qkv_bias)
+            if layer.query_norm is not None:
+                self._norm_heads(qkv, layer)
             query = rope_append(qkv, self._cos, self._sin, positions, slots, pool[:, index], config.num_heads)
             attended = attend(index, query).view(len(hidden), -1)
             delta = linear(attended, layer.output, layer.output_bias)
             fused_add_rmsnorm(delta, hidden, layer.post_norm, eps)
             delta = _mlp(delta, layer)
         return hidden, delta
+
+    def _norm_heads(self, qkv: Tensor, layer: LayerWeights) -> None:
+        """Of queries and keys, in place."""
+        config = self.config
+        heads = qkv.view(len(qkv), -1, config.head_dim)
+        query, key = heads[:, : config.num_heads], heads[:, config.num_heads : -config.num_kv_heads]
+        query.copy_(rms_norm(query, (config.head_dim,), layer.query_norm, config.rms_norm_eps))
+        key.copy_(rms_norm(key, (config.head_dim,), layer.key_norm, config.rms_norm_eps))
 
     def logits(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
         """[R, vocab] in the stage's dtype, of rows [R, hidden] of what `run_layers` returned; both are overwritten."""

@@ -31,13 +31,13 @@ class PackedLayer:
 
 
 def can_pack(weights: StageWeights, dtype: torch.dtype, max_rows: int) -> bool:
-    """Hopper, bfloat16, and nothing added to a matrix's result."""
+    """Hopper, bfloat16, and nothing done to a matrix's result."""
     if dtype != torch.bfloat16 or max_rows > MOST_ROWS or torch.cuda.get_device_capability()[0] != 9:
         return False
     return not any(
-        bias is not None
+        more is not None
         for layer in weights.layers
-        for bias in (layer.qkv_bias, layer.output_bias, layer.gate_up_bias, layer.down_bias)
+        for more in (layer.qkv_bias, layer.output_bias, layer.gate_up_bias, layer.down_bias, layer.query_norm)
     )
 
 
