@@ -16,6 +16,10 @@ class Rejected(StagemeshError):
         self.field = field
 
 
+class Unauthenticated(StagemeshError):
+    """The caller has not shown who it is. It may call again with what it lacks; what it sent is not quoted."""
+
+
 class Exhausted(StagemeshError):
     """No capacity now; nothing was started. The caller may come back later: after `retry_after_s`, if that is known."""
 

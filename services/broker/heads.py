@@ -10,6 +10,7 @@ from stagemesh.shared.core.identity import InstanceRef
 from stagemesh.shared.errors import PeerLost
 from stagemesh.shared.pb import instance_pb2
 from stagemesh.shared.rpc.client import Client
+from stagemesh.shared.rpc.dial import PLAIN, Dial
 
 INSTANCE = instance_pb2.DESCRIPTOR.services_by_name["Instance"]
 CALL_TIMEOUT_S = 2.0
@@ -19,12 +20,13 @@ MARGIN_S = 0.25  # the asker's deadline is later than the head's by this
 class Heads:
     """Those that have joined."""
 
-    def __init__(self) -> None:
+    def __init__(self, dial: Dial = PLAIN) -> None:
+        self._dial = dial
         self._clients: dict[InstanceRef, Client] = {}
 
     def add(self, info: InstanceInfo) -> None:
         if info.ref not in self._clients:
-            self._clients[info.ref] = Client(info.address, INSTANCE)
+            self._clients[info.ref] = Client(info.address, INSTANCE, dial=self._dial)
 
     async def remove(self, ref: InstanceRef) -> None:
         client = self._clients.pop(ref, None)

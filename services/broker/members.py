@@ -23,6 +23,7 @@ from stagemesh.shared.errors import ProtocolViolation, Rejected, Retryable
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import broker_pb2
+from stagemesh.shared.rpc.dial import PLAIN, Dial
 from stagemesh.shared.runtime.tasks import Tasks
 
 LOST_AFTER_S = 2.0
@@ -41,10 +42,11 @@ class Members:
         *,
         on_lost: Callable[[InstanceRef], None],
         on_router_gone: Callable[[str], None],
+        dial: Dial = PLAIN,
     ) -> None:
         self._tasks, self._log = tasks, log
         self._on_lost, self._on_router_gone = on_lost, on_router_gone
-        self._directory, self.heads = Directory(), Heads()
+        self._directory, self.heads = Directory(), Heads(dial)
         self._watchers = Watchers(self._directory)
         self._reports: dict[InstanceRef, ReportTimes] = {}
         self._routers: Counter[str] = Counter()  # streams of each that watches

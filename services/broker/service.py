@@ -27,6 +27,7 @@ from stagemesh.shared.obs.log import Log, choose_form, configure
 from stagemesh.shared.obs.metrics import Identity, Sample, by_label
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.pb import broker_pb2
+from stagemesh.shared.rpc.access import mesh_access
 from stagemesh.shared.rpc.broker import BROKER, RESERVE_TIMEOUT_S
 from stagemesh.shared.rpc.inspect import INSPECT, InspectService
 from stagemesh.shared.rpc.server import Server
@@ -46,7 +47,10 @@ class BrokerService:
         self._config, self._notifier, self._log = config, notifier, log
         self._tracer, self._lag, self._tasks = Tracer("broker"), LagSampler(), Tasks()
         self._monitor = Monitor(config.metrics, Identity("broker"), self, self._lag)
-        self._members = Members(self._tasks, log, on_lost=self._lost, on_router_gone=self._router_gone)
+        self._access = mesh_access(config.tls, log)
+        self._members = Members(
+            self._tasks, log, on_lost=self._lost, on_router_gone=self._router_gone, dial=self._access.dial
+        )
         self._tickets = TicketBook(secrets.token_hex(4))
         self._reserving: dict[str, float] = {}  # ticket -> since when its pages are being asked for
         self._reserve_wait = waits()
@@ -61,7 +65,7 @@ class BrokerService:
         await self._monitor.start(stack, self._notifier, self._log)
         stack.push_async_callback(self._members.heads.close)
         inspect = InspectService(self, self._tracer, self._peers, metrics_address=self._monitor.address)
-        server = Server({BROKER: self, INSPECT: inspect})
+        server = Server({BROKER: self, INSPECT: inspect}, self._access.listening)
         self._address = await server.start(self._config.broker.listen)
         stack.push_async_callback(server.stop)
         await server.set_serving(True)

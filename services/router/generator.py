@@ -12,20 +12,22 @@ from typing import Any, Final, TypeVar
 from stagemesh.services.router.answer import Answer, FreshToken
 from stagemesh.services.router.attempt import Start, Wanted
 from stagemesh.services.router.directory import MeshView
+from stagemesh.services.router.entrance import Entrance
 from stagemesh.services.router.placement import max_prompt_tokens, max_request_tokens
 from stagemesh.services.router.record import RequestRecord, RouterRecords
 from stagemesh.services.router.request import Ending, LiveRequest
 from stagemesh.services.router.stop import StopMatcher
 from stagemesh.services.router.turns import Turns
 from stagemesh.services.router.validate import Limits, check_prompt, priority_of, sampling_params
-from stagemesh.services.router.waiting import Waiting
 from stagemesh.shared.config import RouterSection
+from stagemesh.shared.core.directory import Role
 from stagemesh.shared.engine.schedule.output import SequenceEnd
-from stagemesh.shared.errors import Bug, Exhausted, Rejected, Retryable
+from stagemesh.shared.errors import Exhausted
 from stagemesh.shared.model.config import ModelConfig
 from stagemesh.shared.model.tokenizer import Tokenizer
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import generator_pb2
+from stagemesh.shared.rpc.guard import Callers
 
 T = TypeVar("T")
 GENERATOR = generator_pb2.DESCRIPTOR.services_by_name["Generator"]
@@ -49,16 +51,21 @@ class GeneratorService:
         tokenizer: Tokenizer,
         mesh: MeshView,
         start: Start,
+        callers: Callers | None = None,
+        ageing_s: float = 10.0,
+        max_ahead: int = 128,
         log: Log,
     ) -> None:
+        """Waiting for `ageing_s` is worth a point of priority. `max_ahead` requests for each prefill instance are sent
+        off before those before them have their first token."""
         self._section, self._model, self._dtype, self._config = section, model, dtype, config
         self._tokenizer, self._mesh, self._start, self._log = tokenizer, mesh, start, log
-        self._live: dict[str, LiveRequest | None] = {}
-        self._waiting = Waiting(section.max_waiting_requests, section.max_waiting_s)
+        self._callers = callers or Callers(None, log)
+        self._max_ahead = max_ahead
+        self._entrance = Entrance(section, self._callers, self._room_ahead, ageing_s=ageing_s)
+        self._waiting = self._entrance.waiting
         self._turns = Turns()
-        self._refusing = False
         self.records = RouterRecords()
-        self._empty = asyncio.Event()
 
     # -- rpcs --
 
@@ -66,25 +73,26 @@ class GeneratorService:
         self, request: generator_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[generator_pb2.GenerateResponse]:
         with self.records.request() as record:
-            self._check_room(record.arrived_s)
+            client = record.client = self._callers.caller(context).name
+            self._entrance.check_room(client, record.arrived_s)
             check_prompt(request, self._limits())
-            request_id = self._admit(request.request_id or uuid.uuid4().hex, record)
+            request_id = self._entrance.admit(request.request_id or uuid.uuid4().hex, record)
             live = None
             try:
                 live = await self._taken(request, record)
-                live.begin()
+                self._entrance.send_off(live, client)
                 async for response in self._follow(live, request):
                     yield response
             finally:
                 if live is not None:
                     live.release()
-                    self._log_end(live)
-                self._leave(request_id)
+                    self._log_end(live, client)
+                self._entrance.leave(request_id)
 
     async def Abort(  # noqa: N802
         self, request: generator_pb2.AbortRequest, context: Any
     ) -> generator_pb2.AbortResponse:
-        live = self._live.get(request.request_id)
+        live = self._entrance.of(request.request_id, self._callers.caller(context).name)
         if live is not None:
             live.abort()
         return generator_pb2.AbortResponse(was_live=live is not None)
@@ -117,27 +125,8 @@ class GeneratorService:
             default_max_tokens=self._section.default_max_tokens,
         )
 
-    def _check_room(self, now_s: float) -> None:
-        """Before anything is done for a request, so that a flood costs little. Raises Exhausted."""
-        if self._refusing:
-            raise Retryable("this router is being stopped")
-        self._waiting.check_room(now_s)
-        if len(self._live) >= self._section.max_live_requests:
-            raise self._waiting.exhausted(f"{len(self._live)} requests are live, which is the limit", now_s)
-
-    def _admit(self, request_id: str, record: RequestRecord) -> str:
-        if request_id in self._live:
-            raise Rejected("request_id", f"{request_id!r} is in use by a live request")
-        self._waiting.enter(request_id, record.arrived_s)
-        self._live[request_id] = None
-        record.admitted(request_id)
-        return request_id
-
-    def _leave(self, request_id: str) -> None:
-        self._waiting.leave(request_id)
-        del self._live[request_id]
-        if not self._live:
-            self._empty.set()
+    def _room_ahead(self) -> int:
+        return self._max_ahead * max(1, sum(info.role is Role.PREFILL for info in self._mesh))
 
     async def _taken(self, request: generator_pb2.GenerateRequest, record: RequestRecord) -> LiveRequest:
         """It is valid, and goes its way. Raises Rejected."""
@@ -146,11 +135,11 @@ class GeneratorService:
         if not request.HasField("token_ids"):
             self.records.tokenized(record)
         sampling = sampling_params(request, len(token_ids), self._limits(), seed=secrets.randbits(63))
-        live = self._live[request_id] = LiveRequest(
+        live = self._entrance.live[request_id] = LiveRequest(
             Wanted(request_id, sampling, token_ids, priority_of(request), record.arrived_s),
             self._start,
             self._turns,
-            on_first_token=lambda: self._waiting.served(request_id, time.monotonic()),
+            on_first_token=lambda: self._entrance.served(request_id, time.monotonic()),
             max_attempts=self._section.max_attempts,
         )
         self.records.taken(record, live)
@@ -207,13 +196,14 @@ class GeneratorService:
         response.finished.CopyFrom(_finished(live, ending))
         yield response
 
-    def _log_end(self, live: LiveRequest) -> None:
+    def _log_end(self, live: LiveRequest, client: str) -> None:
         self._log.info(
             "a request has ended",
             request_id=live.wanted.request_id,
             attempt=0 if live.attempt is None else live.attempt.ref.attempt,
             attempts=live.num_attempts,
             outcome=live.outcome,
+            api_key=client or None,
             prompt_tokens=len(live.token_ids),
             completion_tokens=live.completion_tokens,
             total_s=round(time.monotonic() - live.started_s, 4),
@@ -223,19 +213,17 @@ class GeneratorService:
 
     def refuse(self) -> None:
         """No new requests from now on."""
-        self._refusing = True
+        self._entrance.refuse()
 
     async def empty(self) -> None:
         """Returns when no request is live."""
-        while self._live:
-            self._empty.clear()
-            await self._empty.wait()
+        await self._entrance.empty()
 
     # -- views --
 
     @property
     def num_live(self) -> int:
-        return len(self._live)
+        return len(self._entrance.live)
 
     @property
     def num_waiting(self) -> int:
@@ -243,11 +231,7 @@ class GeneratorService:
 
     def check_integrity(self) -> None:
         """Raises Bug unless those who wait are the live ones without a token."""
-        self._waiting.check_integrity()
-        without = {name for name, live in self._live.items() if live is None or live.first_token_s is None}
-        wrong = [name for name in self._live if (name in self._waiting) != (name in without)]
-        if wrong or len(self._waiting) != len(without):
-            raise Bug(f"{len(self._waiting)} requests wait, {len(without)} have no token; not so: {wrong[:3]}")
+        self._entrance.check_integrity()
 
 
 def _finished(live: LiveRequest, ending: Ending) -> generator_pb2.Finished:

@@ -34,9 +34,10 @@ class Outcome(Enum):
 
 
 class WaitsFor(Enum):
-    """RECOMPUTE: it has had tokens, and is to be run again from them."""
+    """TURN: others are sent off first. RECOMPUTE: it has had tokens, and is to be run again from them."""
 
     TOKENS = "tokens"
+    TURN = "turn"
     TICKET = "ticket"
     FIRST_TOKEN = "first_token"
     RECOMPUTE = "recompute"
@@ -72,6 +73,7 @@ class RequestRecord:
     def __init__(self) -> None:
         self.arrived_s = time.monotonic()
         self.request_id = "(not admitted)"
+        self.client = ""  # the name of its API key
         self.is_admitted = False
         self.live: LiveRequest | None = None
         self._waits_for_ticket = self._waits_for_token = True
@@ -85,6 +87,8 @@ class RequestRecord:
         """Why it has no token yet, or no further one; None for those that run."""
         if self.live is not None and self.live.ending is not None:
             return None
+        if self.live is not None and self.live.attempt is None:
+            return WaitsFor.TURN
         return WaitsFor.TOKENS if self.live is None else _WAITS.get((self.live.phase, not self.has_no_token))
 
     @property
@@ -126,6 +130,8 @@ class RouterRecords:
         self._tokenize, self._ticket, self._first_token, self._total = waits(), waits(), waits(), waits()
         self._per_token = Tally(TOKEN_BOUNDS_S)
         self._refusal = waits()
+        self._clients: Counter[tuple[str, str]] = Counter()  # by outcome; names come from the keys file: they are few
+        self._client_tokens: Counter[tuple[str, str]] = Counter()  # by kind
         self._more_attempts = self._recomputed_tokens = 0  # of those that have ended
 
     @contextmanager
@@ -155,11 +161,16 @@ class RouterRecords:
         record.note(self._ticket, self._first_token)
         outcome, live = outcome_of(record.live, error), record.live
         self._ended[outcome] += 1
+        if record.client:
+            self._clients[record.client, outcome.value] += 1
         if outcome is Outcome.EXHAUSTED and not record.is_admitted:
             self._refusal.record(time.monotonic() - record.arrived_s)
         if live is None:
             return
         self._ended_tokens += live.delivered_tokens
+        if record.client:
+            self._client_tokens[record.client, "prompt"] += len(live.token_ids)
+            self._client_tokens[record.client, "generated"] += live.delivered_tokens
         self._more_attempts += live.more_attempts
         self._recomputed_tokens += live.recomputed_tokens
         if outcome not in ANSWERED:
@@ -180,6 +191,8 @@ class RouterRecords:
         yield Sample(metrics.RECOMPUTED_TOKENS, self._recomputed_tokens + sum(live.recomputed_tokens for live in lives))
         yield from by_label(metrics.REQUESTS, {outcome.value: count for outcome, count in self._ended.items()})
         yield from by_label(metrics.TOKENS, tokens)
+        yield from (Sample(metrics.CLIENT_REQUESTS, count, of) for of, count in self._clients.items())
+        yield from (Sample(metrics.CLIENT_TOKENS, count, of) for of, count in self._client_tokens.items())
         yield Sample(metrics.LIVE_REQUESTS, len(self._open))
         yield Sample(metrics.TIME_TO_FIRST_TOKEN, self._first_token.snapshot())
         yield Sample(metrics.TIME_PER_OUTPUT_TOKEN, self._per_token.snapshot())

@@ -229,6 +229,8 @@ class LiveRequest:
         """For people: the phase, what it waits for, and on which instances."""
         if self._has_news:
             return "answering", "the client to take what has come", ()
+        if self._attempt is None:
+            return "waiting", "its turn to be sent off", ()
         said = f"{self.phase.value} again" if self.more_attempts else self.phase.value
         match self.phase:
             case Phase.PLACING:

@@ -18,10 +18,12 @@ from stagemesh.services.router.session import HeadSession
 from stagemesh.shared.config import Config
 from stagemesh.shared.core.directory import Role
 from stagemesh.shared.model.source import open_model
+from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log, choose_form, configure
 from stagemesh.shared.obs.metrics import Identity, Sample
 from stagemesh.shared.obs.trace import Tracer
+from stagemesh.shared.rpc.access import api_callers, mesh_access, public_listening
 from stagemesh.shared.rpc.broker import BROKER, BrokerClient
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.rpc.inspect import INSPECT, InspectService
@@ -41,6 +43,8 @@ class RouterService:
         self._config, self._notifier, self._log = config, notifier, log
         self._tracer, self._lag, self._tasks = Tracer("router"), LagSampler(), Tasks()
         self._monitor = Monitor(config.metrics, Identity("router"), self, self._lag)
+        self._dial = mesh_access(config.tls, log).dial
+        self._listening, self._callers = public_listening(config.tls, log), api_callers(config.auth, log)
         self._generator: GeneratorService | None = None
         self._mesh: MeshView | None = None
         self._address: str | None = None
@@ -56,12 +60,12 @@ class RouterService:
         self._notifier.status("loading the tokenizer")
         source = await asyncio.to_thread(open_model, self._config.model.spec)
         tokenizer = await asyncio.to_thread(source.tokenizer)
-        broker = await stack.enter_async_context(Client(self._config.broker.listen, BROKER))
+        broker = await stack.enter_async_context(Client(self._config.broker.listen, BROKER, dial=self._dial))
         name = f"router-{os.getpid()}"
         self._mesh = mesh = MeshView(
             broker,
             name,
-            lambda info, on_up: HeadSession(info, name, self._tasks.spawn, self._log, on_up),
+            lambda info, on_up: HeadSession(info, name, self._tasks.spawn, self._log, on_up, self._dial),
             self._log,
             PrefixIndex() if self._config.engine.prefix_cache else PrefixIndex(max_pages=0),
         )
@@ -73,10 +77,13 @@ class RouterService:
             tokenizer=tokenizer,
             mesh=mesh,
             start=Starter(mesh, Tickets(BrokerClient(broker, name), self._tasks.spawn), self._tasks.spawn),
+            callers=self._callers,
+            ageing_s=self._config.engine.priority_ageing_s,
+            max_ahead=self._config.router.max_ahead_requests or 2 * self._config.engine.max_prefill_sequences,
             log=self._log,
         )
         inspect = InspectService(self, self._tracer, self._peers, metrics_address=self._monitor.address)
-        server = Server({GENERATOR: self._generator, INSPECT: inspect})
+        server = Server({GENERATOR: self._generator, INSPECT: inspect}, self._listening, self._callers)
         self._address = await server.start(self._config.router.listen)
         stack.push_async_callback(server.stop)
         await self._wait_for_instances(stack, mesh)
@@ -128,7 +135,9 @@ class RouterService:
         return {"instances": instances, "loop_lag_max_us": round(self._lag.max_lag_s * 1e6)}
 
     def measure(self) -> Iterable[Sample]:
-        return () if self._generator is None else self._generator.records.measure()
+        if self._generator is not None:
+            yield Sample(metrics.UNAUTHENTICATED, self._callers.num_refused)
+            yield from self._generator.records.measure()
 
     def describe(self) -> Iterable[Entry]:
         now_s = time.monotonic()

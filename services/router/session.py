@@ -27,6 +27,7 @@ from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import instance_pb2
 from stagemesh.shared.rpc.client import Client
+from stagemesh.shared.rpc.dial import PLAIN, Dial
 
 INSTANCE = instance_pb2.DESCRIPTOR.services_by_name["Instance"]
 MAX_QUEUED = 20_000  # messages; a head that is so far behind gets no more requests
@@ -52,7 +53,9 @@ class HeadSession:
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         log: Log,
         on_up: Callable[[], None],
+        dial: Dial = PLAIN,
     ) -> None:
+        self._dial = dial
         self.ref, self._router, self._on_up = info.ref, router, on_up
         self._address = info.address
         self._log = log.bind(instance_name=info.ref.name, instance_epoch=info.ref.epoch)
@@ -125,7 +128,7 @@ class HeadSession:
         reason = "it has left"
         try:
             async with AsyncExitStack() as stack:
-                client = await stack.enter_async_context(Client(self._address, INSTANCE))
+                client = await stack.enter_async_context(Client(self._address, INSTANCE, dial=self._dial))
                 stream = client.open("Session")
                 stack.callback(stream.cancel)
                 opening = instance_pb2.SessionUp.Open(router=self._router, epoch=self.ref.epoch)

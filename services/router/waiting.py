@@ -11,7 +11,7 @@ Times are seconds of CLOCK_MONOTONIC.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from typing import Final
 
 from stagemesh.shared.errors import Bug, Exhausted
@@ -26,6 +26,8 @@ class Waiting:
     def __init__(self, max_requests: int, max_s: float) -> None:
         self._max_requests, self._max_s = max_requests, max_s
         self._since_s: dict[str, float] = {}
+        self._clients: dict[str, str] = {}  # of those
+        self.by_client: Counter[str] = Counter()  # how many of each; nobody has none
         self._served_s: deque[float] = deque(maxlen=PACE_OVER)  # while somebody has waited without a break
 
     def __len__(self) -> int:
@@ -34,15 +36,21 @@ class Waiting:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._since_s
 
+    @property
+    def is_full(self) -> bool:
+        return len(self._since_s) >= self._max_requests
+
     def check_room(self, now_s: float) -> None:
         """Raises Exhausted, with a hint, if as many wait as may."""
-        if len(self._since_s) >= self._max_requests:
+        if self.is_full:
             raise self.exhausted(f"no more than {self._max_requests} requests may wait", now_s)
 
-    def enter(self, request_id: str, now_s: float) -> None:
+    def enter(self, request_id: str, now_s: float, client: str = "") -> None:
         """It has arrived at `now_s`. Raises Exhausted if there is no room."""
         self.check_room(now_s)
         self._since_s[request_id] = now_s
+        self._clients[request_id] = client
+        self.by_client[client] += 1
 
     def served(self, request_id: str, now_s: float) -> None:
         """It has its first token."""
@@ -52,7 +60,11 @@ class Waiting:
 
     def leave(self, request_id: str) -> None:
         """It waits no more. A no-op for those that do not."""
-        self._since_s.pop(request_id, None)
+        if self._since_s.pop(request_id, None) is not None:
+            client = self._clients.pop(request_id)
+            self.by_client[client] -= 1
+            if not self.by_client[client]:
+                del self.by_client[client]
         if not self._since_s:
             self._served_s.clear()
 
@@ -85,3 +97,5 @@ class Waiting:
         """Raises Bug if more wait than may."""
         if len(self._since_s) > self._max_requests:
             raise Bug(f"{len(self._since_s)} requests wait, of {self._max_requests} that may")
+        if self.by_client.total() != len(self._since_s):
+            raise Bug(f"{len(self._since_s)} requests wait, {self.by_client.total()} of clients")

@@ -18,6 +18,7 @@ from typing import Final, TypeVar
 from stagemesh.shared.bench.frames import Frame, Job, Load, Progress, Ready, Report, Start, read_frame, to_bytes
 from stagemesh.shared.bench.records import RequestRecord
 from stagemesh.shared.errors import Bug, PeerLost, ProtocolViolation
+from stagemesh.shared.security.client_files import ClientFiles
 
 WORKER: Final = "stagemesh.shared.bench.worker"
 HEAD_START_S: Final = 0.05  # for the word to start to reach every process
@@ -71,12 +72,14 @@ async def _started() -> AsyncIterator[_Worker]:
         await process.wait()
 
 
-async def measure(load: Load, on_progress: Callable[[Progress], None] = lambda _: None) -> Measurement:
+async def measure(
+    load: Load, on_progress: Callable[[Progress], None] = lambda _: None, files: ClientFiles | None = None
+) -> Measurement:
     """Sends `load` and returns when every request has ended. Raises PeerLost if a client process ends early."""
     async with AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(_started()) for _ in range(load.num_processes)]
         for process, worker in enumerate(workers):
-            worker.send(Job(load, process))
+            worker.send(Job(load, process, files or ClientFiles()))
         async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
             for worker in workers:
                 group.create_task(worker.ready())

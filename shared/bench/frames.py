@@ -16,6 +16,7 @@ import msgspec
 from stagemesh.shared.bench.records import RequestRecord
 from stagemesh.shared.bench.workload import Workload
 from stagemesh.shared.errors import PeerLost
+from stagemesh.shared.security.client_files import ClientFiles
 
 LENGTH_BYTES: Final = 4
 
@@ -34,6 +35,7 @@ class Load:
 class Job(msgspec.Struct, frozen=True, tag=True):
     load: Load
     process: int
+    files: ClientFiles = ClientFiles()
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

@@ -18,6 +18,7 @@ from stagemesh.shared.bench.frames import Frame, Job, Ready, Report, Start, read
 from stagemesh.shared.bench.workload import plan
 from stagemesh.shared.errors import PeerLost, ProtocolViolation, StagemeshError
 from stagemesh.shared.pb import generator_pb2
+from stagemesh.shared.rpc.access import router_dial
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.runtime.exits import report_failure
 from stagemesh.shared.runtime.loop import LagSampler, run
@@ -34,7 +35,7 @@ async def _serve() -> None:
     if not isinstance(job, Job):
         raise ProtocolViolation(f"a client process begins with a job, not with {job}")
     planned = plan(job.load.workload, job.process, job.load.num_processes)
-    async with Client(job.load.router, GENERATOR) as client:
+    async with Client(job.load.router, GENERATOR, dial=router_dial(job.files)) as client:
         await client.call("GetModelInfo", generator_pb2.GetModelInfoRequest(), timeout_s=CONNECT_TIMEOUT_S)
         load = LoadClient(client, job.load, job.process, planned)
         gc.collect()

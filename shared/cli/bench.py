@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stagemesh.shared.cli.access import client_files
 from stagemesh.shared.cli.generate import DEFAULT_ROUTER, RouterOption
 from stagemesh.shared.errors import Rejected
 
 if TYPE_CHECKING:
     from stagemesh.shared.bench.drive import Measurement
     from stagemesh.shared.bench.frames import Load
+    from stagemesh.shared.security.client_files import ClientFiles
 
 CALL_TIMEOUT_S = 10.0
 
@@ -54,26 +56,28 @@ def bench(
         raise Rejected("--max-concurrency", f"must be at least the number of processes, {processes}")
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise Rejected("--json", f"its directory {json_file.absolute().parent} does not exist")
-    vocab_size, max_request_tokens = run(_limits(router))
+    files = client_files()
+    vocab_size, max_request_tokens = run(_limits(router, files))
     workload = Workload(num_prompts, input_len, output_len, vocab_size, range_ratio, request_rate, seed)
     workload.check_fits(max_request_tokens)
     load = Load(router, workload, processes, max_concurrency, timeout_s)
-    if not _report(load, _measure(load), json_file):
+    if not _report(load, _measure(load, files), json_file):
         sys.exit(1)
 
 
-async def _limits(router: str) -> tuple[int, int]:
+async def _limits(router: str, files: ClientFiles) -> tuple[int, int]:
     """Vocabulary and the longest request of what is served."""
     from stagemesh.shared.pb import generator_pb2
+    from stagemesh.shared.rpc.access import router_dial
     from stagemesh.shared.rpc.client import Client
 
     service = generator_pb2.DESCRIPTOR.services_by_name["Generator"]
-    async with Client(router, service, wait=False) as client:
+    async with Client(router, service, wait=False, dial=router_dial(files)) as client:
         info = await client.call("GetModelInfo", generator_pb2.GetModelInfoRequest(), timeout_s=CALL_TIMEOUT_S)
     return info.vocab_size, info.max_request_tokens
 
 
-def _measure(load: Load) -> Measurement:
+def _measure(load: Load, files: ClientFiles) -> Measurement:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -90,7 +94,7 @@ def _measure(load: Load) -> Measurement:
             failed = f", {progress.failed} failed" if progress.failed else ""
             bar.update(task, completed=progress.done, description=f"{progress.tokens} tokens{failed}")
 
-        measurement = run(measure(load, show))
+        measurement = run(measure(load, show, files))
         tokens = sum(record.output_tokens for record in measurement.records)
         failed = sum(bool(record.failure) for record in measurement.records)
         show(Progress(len(measurement.records), failed, tokens))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stagemesh.shared.cli.access import client_files
 from stagemesh.shared.cli.generate import DEFAULT_ROUTER, RouterOption
 from stagemesh.shared.errors import StagemeshError
 
@@ -76,10 +77,11 @@ def _configured(config: Path | None) -> Mapping[str, str]:
 
 async def _known_to(router: str) -> Mapping[str, str]:
     from stagemesh.shared.pb import inspect_pb2
+    from stagemesh.shared.rpc.access import router_dial
     from stagemesh.shared.rpc.client import Client
     from stagemesh.shared.rpc.inspect import INSPECT
 
-    async with Client(router, INSPECT, wait=False) as client:
+    async with Client(router, INSPECT, wait=False, dial=router_dial(client_files())) as client:
         reply = await client.call("Peers", inspect_pb2.PeersRequest(), timeout_s=ANSWER_TIMEOUT_S)
     return {peer.name: peer.address for peer in reply.peers}
 
@@ -88,11 +90,13 @@ async def _ask(name: str, address: str) -> ProcessDump:
     from stagemesh.shared.obs.dump import ProcessDump
     from stagemesh.shared.obs.entry import decode_entries
     from stagemesh.shared.pb import inspect_pb2
+    from stagemesh.shared.rpc.access import peer_dial, router_dial
     from stagemesh.shared.rpc.client import Client
     from stagemesh.shared.rpc.inspect import INSPECT
 
+    dial = (router_dial if name == "router" else peer_dial)(client_files())
     try:
-        async with Client(address, INSPECT) as client:
+        async with Client(address, INSPECT, dial=dial) as client:
             reply = await client.call("Dump", inspect_pb2.DumpRequest(), timeout_s=ANSWER_TIMEOUT_S)
     except StagemeshError as error:
         return _silent(name, address, str(error))

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from stagemesh.shared.cli.access import client_files
 from stagemesh.shared.errors import Rejected
 
 DEFAULT_ROUTER = "127.0.0.1:8470"
@@ -65,11 +66,12 @@ def generate(
 
 async def _follow(router: str, request: Any, timeout_s: float, *, show: bool) -> dict[str, Any]:
     from stagemesh.shared.pb import generator_pb2
+    from stagemesh.shared.rpc.access import router_dial
     from stagemesh.shared.rpc.client import Client
 
     service = generator_pb2.DESCRIPTOR.services_by_name["Generator"]
     text, token_ids, finished = "", [], generator_pb2.Finished()
-    async with Client(router, service, wait=False) as client:
+    async with Client(router, service, wait=False, dial=router_dial(client_files())) as client:
         async for response in client.receive("Generate", request, timeout_s=timeout_s):
             text += response.text
             token_ids += response.token_ids

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from stagemesh.shared.cli.access import client_files
 from stagemesh.shared.cli.generate import DEFAULT_ROUTER, RouterOption
 
 CALL_TIMEOUT_S = 10.0
@@ -80,14 +81,18 @@ def trace(
 async def _ask_all(router: str, method: str) -> dict[str, Any]:
     """The answer of every process that the router knows, by name. Raises StagemeshError if one does not answer."""
     from stagemesh.shared.pb import inspect_pb2
+    from stagemesh.shared.rpc.access import peer_dial, router_dial
     from stagemesh.shared.rpc.client import Client
     from stagemesh.shared.rpc.inspect import INSPECT
 
-    async with Client(router, INSPECT, wait=False) as client:
+    files = client_files()
+    async with Client(router, INSPECT, wait=False, dial=router_dial(files)) as client:
         reply = await client.call("Peers", inspect_pb2.PeersRequest(), timeout_s=CALL_TIMEOUT_S)
     requests = {"Check": inspect_pb2.CheckRequest, "Trace": inspect_pb2.TraceRequest}
     answers = {}
     for peer in reply.peers:
-        async with Client(peer.address, INSPECT) as client:
+        async with Client(
+            peer.address, INSPECT, dial=router_dial(files) if peer.name == "router" else peer_dial(files)
+        ) as client:
             answers[peer.name] = await client.call(method, requests[method](), timeout_s=CALL_TIMEOUT_S)
     return answers

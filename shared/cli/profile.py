@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from stagemesh.shared.cli.access import client_files
 from stagemesh.shared.cli.generate import DEFAULT_ROUTER, RouterOption
 from stagemesh.shared.errors import Rejected
 
@@ -35,16 +36,17 @@ async def _profile(router: str, instance: str, seconds: float) -> dict[str, str]
     import asyncio
 
     from stagemesh.shared.pb import inspect_pb2
+    from stagemesh.shared.rpc.access import peer_dial, router_dial
     from stagemesh.shared.rpc.client import Client
     from stagemesh.shared.rpc.inspect import INSPECT
 
     async def one(address: str) -> str:
-        async with Client(address, INSPECT) as client:
+        async with Client(address, INSPECT, dial=peer_dial(client_files())) as client:
             request = inspect_pb2.ProfileRequest(seconds=seconds)
             reply = await client.call("Profile", request, timeout_s=max(0.0, seconds) + WRITE_TIMEOUT_S)
         return str(reply.path)
 
-    async with Client(router, INSPECT, wait=False) as client:
+    async with Client(router, INSPECT, wait=False, dial=router_dial(client_files())) as client:
         reply = await client.call("Peers", inspect_pb2.PeersRequest(), timeout_s=CALL_TIMEOUT_S)
     stages = {peer.name: peer.address for peer in reply.peers if peer.name.rpartition("/")[0] == instance}
     if not stages:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stagemesh.shared.cli.access import client_files
 from stagemesh.shared.cli.generate import DEFAULT_ROUTER, RouterOption
 from stagemesh.shared.errors import Rejected
 
@@ -49,14 +50,15 @@ def flush(instance: InstanceArgument, router: RouterOption = DEFAULT_ROUTER) -> 
 async def _ask_head(router: str, instance: str, method: str, request: Message) -> Any:
     """The answer of the instance's head. Raises Rejected if the router knows no such instance."""
     from stagemesh.shared.pb import inspect_pb2
+    from stagemesh.shared.rpc.access import peer_dial, router_dial
     from stagemesh.shared.rpc.client import Client
     from stagemesh.shared.rpc.inspect import INSPECT
     from stagemesh.shared.stage.head import INSTANCE
 
-    async with Client(router, INSPECT, wait=False) as client:
+    async with Client(router, INSPECT, wait=False, dial=router_dial(client_files())) as client:
         reply = await client.call("Peers", inspect_pb2.PeersRequest(), timeout_s=CALL_TIMEOUT_S)
     heads = {peer.name.removesuffix("/0"): peer.address for peer in reply.peers if peer.name.endswith("/0")}
     if instance not in heads:
         raise Rejected("instance", f"no instance is named {instance!r}; there are {', '.join(sorted(heads))}")
-    async with Client(heads[instance], INSTANCE) as client:
+    async with Client(heads[instance], INSTANCE, dial=peer_dial(client_files())) as client:
         return await client.call(method, request, timeout_s=CALL_TIMEOUT_S)

@@ -3,6 +3,7 @@
 from stagemesh.shared.config.address import Address, parse_address
 from stagemesh.shared.config.load import build_config, load_config
 from stagemesh.shared.config.sections import (
+    AuthSection,
     BrokerSection,
     Config,
     EngineSection,
@@ -12,12 +13,14 @@ from stagemesh.shared.config.sections import (
     ModelSection,
     NatsSection,
     RouterSection,
+    TlsSection,
     TransferSection,
 )
 from stagemesh.shared.config.write import dump_toml
 
 __all__ = [
     "Address",
+    "AuthSection",
     "BrokerSection",
     "Config",
     "EngineSection",
@@ -27,6 +30,7 @@ __all__ = [
     "ModelSection",
     "NatsSection",
     "RouterSection",
+    "TlsSection",
     "TransferSection",
     "build_config",
     "dump_toml",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 
@@ -19,6 +20,11 @@ class Address:
     port: int = 0
     path: str = ""
 
+    @property
+    def is_private(self) -> bool:
+        """Nobody reaches it from another host."""
+        return bool(self.path) or is_loopback(self.host)
+
     def __str__(self) -> str:
         """The form that gRPC takes as a target and as a listen address."""
         return f"unix:{self.path}" if self.path else f"{self.host}:{self.port}"
@@ -35,6 +41,16 @@ def parse_address(text: str, field: str) -> Address:
     if port > 65535:
         raise Rejected(field, f"a port is at most 65535, got {port}")
     return Address(host=match["host"], port=port)
+
+
+def is_loopback(host: str) -> bool:
+    """Of a host as addresses have it. A name but for localhost is not: what it stands for is not known here."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _unix_path(path: str, field: str) -> str:

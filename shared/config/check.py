@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stagemesh.shared.config.address import Address, parse_address
+from stagemesh.shared.config.exposure import check_exposure
 from stagemesh.shared.config.sections import Config, InstanceSection
 from stagemesh.shared.errors import Rejected
 
@@ -20,6 +21,7 @@ def check_config(config: Config) -> None:
         raise Rejected("nats.url", f"must start with nats:// or tls://, got {config.nats.url!r}")
     _check_addresses(config)
     _check_names(config)
+    check_exposure(config, _addresses(config))
     for index, instance in enumerate(config.instances):
         _check_instance(f"instance[{index}]", instance)
 

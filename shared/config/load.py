@@ -14,6 +14,7 @@ from typing import Any
 
 from stagemesh.shared.config.check import check_config
 from stagemesh.shared.config.convert import convert_document, convert_text
+from stagemesh.shared.config.paths import resolve_paths
 from stagemesh.shared.config.sections import Config
 from stagemesh.shared.errors import Rejected
 
@@ -58,7 +59,7 @@ def build_config(
         _assign(merged, section, key, value)
         origins[field] = "the command line"
     try:
-        config = convert_document(merged)
+        config = resolve_paths(convert_document(merged), environ)
         check_config(config)
     except Rejected as error:
         raise _with_origin(error, origins.get(error.field, source)) from error

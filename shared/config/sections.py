@@ -20,19 +20,27 @@ Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 PpSize = Annotated[int, Meta(ge=1, le=64)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
+FilePath = str
+"""An absolute path, or `credential:NAME` for a credential of the systemd unit."""
+
 
 class MeshSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`run_dir` is an absolute path: unix sockets, the NATS store and the effective config lie there."""
+    """`run_dir` is an absolute path: unix sockets, the NATS store and the effective config lie there. `insecure` takes
+    what the network can reach without TLS, or the Generate API without keys."""
 
     name: Name = "local"
     run_dir: str
+    insecure: bool = False
 
 
 class NatsSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`url` may be empty only under `stagemesh up`, which then starts a server of its own."""
+    """`url` may be empty only under `stagemesh up`, which then starts a server of its own. `credentials_dir` has a file
+    for each role (stage, broker, router, admin, observer) with its password, which is all that it has; a process
+    reads its own."""
 
     url: str = ""
     connect_timeout_s: Seconds = 5.0
+    credentials_dir: FilePath = ""
 
 
 class BrokerSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,6 +62,9 @@ class RouterSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     max_waiting_requests: Count = 1024
     max_waiting_s: Seconds = 600.0  # longer than a client without a deadline should ever be kept without a word
     default_max_tokens: Count | None = None  # None: what is left of the context
+    # those sent off without a first token yet, for each prefill instance; the others wait their turn among API keys.
+    # None: twice engine.max_prefill_sequences
+    max_ahead_requests: Count | None = None
     max_attempts: Count = 3  # of a request whose instances are lost; those for want of memory are not counted
 
 
@@ -97,11 +108,13 @@ class EngineSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class TransferSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How KV pages and activations travel. `host` is the address that peers are told."""
+    """How KV pages and activations travel. `host` is the address that peers are told. The engine's ports ask nobody who
+    he is: `private_network` says that only hosts of the mesh reach them, which a host off loopback needs."""
 
     backend: Literal["mooncake", "nixl", "memory"] = "mooncake"
     protocol: Literal["auto", "tcp", "intranode", "rdma"] = "auto"  # auto: GPU to GPU in one host, else TCP
     host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
+    private_network: bool = False
     max_batch_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 16 * MIB
     max_batch_pieces: Annotated[int, Meta(ge=1, le=1 << 16)] = 256
     io_threads: Annotated[int, Meta(ge=1, le=64)] = 2
@@ -114,6 +127,33 @@ class MetricsSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     enabled: bool = True
     host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
+
+
+class TlsSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """PEM files, read again when they change. With the first three, all of TCP is TLS, and the processes of the mesh
+    show each other certificates of `ca_file`; unix sockets are as private as their folder.
+
+    Who has a certificate of `ca_file` is part of the mesh. So the Generate API, which any caller may reach that has a
+    key, asks for client certificates of another authority, if `public_client_ca_file` names one, and for none else.
+    `public_cert_file` and its key are what it shows, where that is not the mesh's certificate."""
+
+    cert_file: FilePath = ""
+    key_file: FilePath = ""
+    ca_file: FilePath = ""
+    server_name: str = ""  # what certificates of the mesh are for, where that is not the host of the address
+    public_cert_file: FilePath = ""
+    public_key_file: FilePath = ""
+    public_client_ca_file: FilePath = ""
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.cert_file)
+
+
+class AuthSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`keys_file`: who may call the router, as `stagemesh keys add` writes it. Without it, whoever reaches it."""
+
+    keys_file: FilePath = ""
 
 
 class InstanceSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -141,6 +181,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     engine: EngineSection = EngineSection()
     transfer: TransferSection = TransferSection()
     metrics: MetricsSection = MetricsSection()
+    tls: TlsSection = TlsSection()
+    auth: AuthSection = AuthSection()
     instances: tuple[InstanceSection, ...]
 
     @property

@@ -74,6 +74,13 @@ _M, _I, _P = Scope.MESH, Scope.INSTANCE, Scope.PROCESS
 
 # -- router --
 REQUESTS = Metric(_C, "requests", "Requests that have ended, by how.", _M, ("outcome",))
+CLIENT_REQUESTS = Metric(
+    _C, "client_requests", "Requests that have ended, by the name of the API key and by how.", _M, ("client", "outcome")
+)
+CLIENT_TOKENS = Metric(
+    _C, "client_tokens", "Tokens of requests that have ended, by the name of the API key.", _M, ("client", "kind")
+)
+UNAUTHENTICATED = Metric(_C, "unauthenticated_calls", "Calls refused for want of a right API key.", _M)
 LIVE_REQUESTS = Metric(_G, "live_requests", "Requests that are not over.", _M)
 TOKENS = Metric(_C, "tokens", "Tokens of prompts taken, and of answers passed on to clients.", _M, ("kind",))
 TIME_TO_FIRST_TOKEN = Metric(

@@ -13,8 +13,9 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from stagemesh.shared.errors import PeerLost, StagemeshError
+from stagemesh.shared.rpc.dial import PLAIN, Dial, Wire
 from stagemesh.shared.rpc.errors import from_rpc
-from stagemesh.shared.rpc.options import CHANNEL_OPTIONS
+from stagemesh.shared.security.material import Pems
 
 
 class Client:
@@ -24,24 +25,40 @@ class Client:
     ProtocolViolation, Bug.
     """
 
-    def __init__(self, address: str, *services: ServiceDescriptor, wait: bool = True) -> None:
-        """With `wait`, a call waits for a server that is not there (yet) until its deadline; else it fails at once."""
-        self.address, self._wait = address, wait
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._methods = {method.name: self._bind(method) for service in services for method in service.methods}
+    def __init__(self, address: str, *services: ServiceDescriptor, wait: bool = True, dial: Dial = PLAIN) -> None:
+        """With `wait`, a call waits for a server that is not there (yet) until its deadline; else it fails at once.
+        Calls use the certificate that `dial` has when they begin; those under way go on over the old connection."""
+        self.address, self._wait, self._dial = address, wait, dial
+        self._bound = [method for service in services for method in service.methods]
+        self._old: set[Wire] = set()  # with calls under way
+        self._wire = self._connect(dial.pems(address))
 
-    def _bind(self, method: MethodDescriptor) -> Any:
-        kind = f"{_side(method.client_streaming)}_{_side(method.server_streaming)}"
-        return getattr(self._channel, kind)(
-            f"/{method.containing_service.full_name}/{method.name}",
-            request_serializer=GetMessageClass(method.input_type).SerializeToString,
-            response_deserializer=GetMessageClass(method.output_type).FromString,
-        )
+    def _connect(self, pems: Pems | None) -> Wire:
+        wire = Wire(self._dial.connect(self.address, pems), pems)
+        wire.methods = {method.name: _bind(wire.channel, method) for method in self._bound}
+        return wire
+
+    def _begin(self, method: str, *request: Message, **options: Any) -> Any:
+        pems = self._dial.pems(self.address)
+        if pems is not self._wire.pems:
+            if self._wire.num_calls:
+                self._old.add(self._wire)
+            self._wire = self._connect(pems)
+        wire = self._wire
+        call = wire.methods[method](*request, metadata=self._dial.metadata, **options)
+        wire.num_calls += 1
+        call.add_done_callback(lambda _: self._ended(wire))
+        return call
+
+    def _ended(self, wire: Wire) -> None:
+        wire.num_calls -= 1
+        if not wire.num_calls:
+            self._old.discard(wire)  # which closes it
 
     async def call(self, method: str, request: Message, *, timeout_s: float) -> Any:
         """A unary call; the answer."""
         try:
-            return await self._methods[method](request, timeout=timeout_s, wait_for_ready=self._wait)
+            return await self._begin(method, request, timeout=timeout_s, wait_for_ready=self._wait)
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error, self.address) from None
         except asyncio.CancelledError:
@@ -52,7 +69,7 @@ class Client:
         self, method: str, request: Message, *, timeout_s: float | None = None
     ) -> AsyncGenerator[Any, None]:
         """The answers of a server-streaming call. Closing the iterator cancels the call."""
-        call = self._methods[method](request, timeout=timeout_s)
+        call = self._begin(method, request, timeout=timeout_s)
         try:
             async for message in call:
                 yield message
@@ -63,7 +80,7 @@ class Client:
 
     def open(self, method: str) -> Duplex:
         """A stream that this side writes to, and reads from if the method answers with a stream."""
-        return Duplex(self._methods[method](wait_for_ready=True), self.address)
+        return Duplex(self._begin(method, wait_for_ready=True), self.address)
 
     async def __aenter__(self) -> Client:
         return self
@@ -71,7 +88,9 @@ class Client:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._channel.close()
+        for wire in (self._wire, *self._old):
+            await wire.channel.close()
+        self._old.clear()
 
 
 class Duplex:
@@ -116,6 +135,15 @@ class Duplex:
 
     def cancel(self) -> None:
         self._call.cancel()
+
+
+def _bind(channel: grpc.aio.Channel, method: MethodDescriptor) -> Any:
+    kind = f"{_side(method.client_streaming)}_{_side(method.server_streaming)}"
+    return getattr(channel, kind)(
+        f"/{method.containing_service.full_name}/{method.name}",
+        request_serializer=GetMessageClass(method.input_type).SerializeToString,
+        response_deserializer=GetMessageClass(method.output_type).FromString,
+    )
 
 
 def _raise_if_cancelled() -> None:

@@ -15,18 +15,28 @@ from stagemesh.shared.errors import (
     Rejected,
     Retryable,
     StagemeshError,
+    Unauthenticated,
 )
 
 RETRY_AFTER: Final = "retry-after-s"
 
 _CODES: Final[tuple[tuple[type[Exception], grpc.StatusCode], ...]] = (
     (Rejected, grpc.StatusCode.INVALID_ARGUMENT),
+    (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
     (Exhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (Retryable, grpc.StatusCode.UNAVAILABLE),
     (PeerLost, grpc.StatusCode.UNAVAILABLE),
     (Cancelled, grpc.StatusCode.CANCELLED),
     (ProtocolViolation, grpc.StatusCode.FAILED_PRECONDITION),
     (TimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
+)
+
+_FLAWS: Final = (
+    ("CERTIFICATE_VERIFY_FAILED", ""),
+    ("Hostname Verification Check failed", "its certificate is not for that name"),
+    ("WRONG_VERSION_NUMBER", "it does not speak TLS"),
+    ("Tls handshake failed", ""),
+    ("Socket closed", "it closes it at once; it may want TLS, or a certificate that it trusts"),
 )
 
 
@@ -63,7 +73,11 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> StagemeshError:
             return Rejected(field, message) if message else Rejected("request", details)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return Exhausted(details, retry_after_s=_retry_after_s(error))
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return Unauthenticated(f"{peer}: {details}")
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED:
+            if (flaw := _handshake_flaw(details)) is not None:
+                return Retryable(f"no connection to {peer}: {flaw}")
             if "failed to connect" in details:  # the rest of it is for the library's authors
                 return Retryable(f"nothing answers at {peer}")
             if details == "Deadline Exceeded":
@@ -75,6 +89,17 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> StagemeshError:
             return ProtocolViolation(f"{peer}: {details}")
         case _:
             return Bug(f"{peer}: {code.name}: {details}")
+
+
+def _handshake_flaw(details: str) -> str | None:
+    """Why TLS has failed, if that is what the library says: in a word for each kind. A server that does not take our
+    certificate, or wants TLS where there is none, only closes the connection."""
+    if "failed to connect" not in details:
+        return None
+    for said, meant in _FLAWS:
+        if (at := details.find(said)) >= 0:
+            return meant or details[at:].removesuffix(": OK")
+    return None
 
 
 def _retry_after_s(error: grpc.aio.AioRpcError) -> float | None:

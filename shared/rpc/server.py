@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from stagemesh.shared.errors import Rejected, StagemeshError
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.rpc.errors import first_of_ours, status_of, trailing_metadata_of
+from stagemesh.shared.rpc.guard import PLAIN_PORT, Callers, Gate, Listening
 from stagemesh.shared.rpc.options import SERVER_OPTIONS
 
 log = Log(logging.getLogger(__name__))
@@ -30,8 +31,17 @@ class Server:
     request (or an iterator of them) and the context. A streaming answer is an async generator, or a coroutine that
     calls `context.write`."""
 
-    def __init__(self, services: Mapping[ServiceDescriptor, object]) -> None:
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+    def __init__(
+        self,
+        services: Mapping[ServiceDescriptor, object],
+        listening: Listening = PLAIN_PORT,
+        callers: Callers | None = None,
+    ) -> None:
+        """`callers` are who may call, but for health; None: whoever gets a connection."""
+        self._listening = listening
+        self._server = grpc.aio.server(
+            interceptors=[Gate(callers)] if callers and callers.is_checked else [], options=SERVER_OPTIONS
+        )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         for service, implementation in services.items():
@@ -46,7 +56,7 @@ class Server:
         if address.startswith("unix:"):
             _remove_stale_socket(address.removeprefix("unix:"))
         try:
-            port = self._server.add_insecure_port(address)
+            port = self._listening.add_port(self._server, address)
         except RuntimeError as error:
             raise Rejected("listen", f"cannot listen on {address}: is it in use? ({error})") from None
         await self._server.start()

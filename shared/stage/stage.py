@@ -23,6 +23,7 @@ from stagemesh.shared.obs.log import Log
 from stagemesh.shared.obs.metrics import Identity, Sample
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.pb import stage_pb2
+from stagemesh.shared.rpc.access import mesh_access
 from stagemesh.shared.rpc.broker import BROKER, BrokerClient
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.rpc.inspect import INSPECT, InspectService
@@ -72,6 +73,7 @@ class StageService:
         self._lag, self._tasks = LagSampler(), Tasks()
         identity = Identity(self._instance.role, instance, pp_rank)
         self._monitor = Monitor(config.metrics, identity, self, self._lag)
+        self._access = mesh_access(config.tls, log)
         self._started_s = time.monotonic()
         self._node: StageNode | None = None
         self._ring_in: RingIn | None = None
@@ -109,7 +111,7 @@ class StageService:
         slots = parts.inbox_spec if receiver is None else receiver.spec
         self._connector = Connector(self._instance.name, self._pp_rank, self._instance.pp_size, parts.manifest, slots)
         inspect = InspectService(self, self._tracer, metrics_address=self._monitor.address, profile=self._profile)
-        server = Server({STAGE_LINK: self, INSTANCE: HeadRpcs(self._head), INSPECT: inspect})
+        server = Server({STAGE_LINK: self, INSTANCE: HeadRpcs(self._head), INSPECT: inspect}, self._access.listening)
         await server.start(own.address)
         stack.push_async_callback(server.stop)
         self._notifier.status("connecting the stages")
@@ -154,9 +156,10 @@ class StageService:
         spec, next_stage = None, None
         if self._instance.pp_size > 1:
             next_rank = (self._pp_rank + 1) % self._instance.pp_size
-            next_stage = await stack.enter_async_context(Client(self._instance.stages[next_rank], STAGE_LINK))
+            address, dial = self._instance.stages[next_rank], self._access.dial
+            next_stage = await stack.enter_async_context(Client(address, STAGE_LINK, dial=dial))
             spec = await self._connector.connect(next_stage, upstream, own)
-        broker = await stack.enter_async_context(Client(self._config.broker.listen, BROKER))
+        broker = await stack.enter_async_context(Client(self._config.broker.listen, BROKER, dial=self._access.dial))
         ref = InstanceRef(self._instance.name, upstream.epoch)
         ring = self._ring_out
         self._node = self._make_node(parts, endpoint, receiver, spec, ring, BrokerClient(broker), ref)

@@ -36,6 +36,7 @@ from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import broker_pb2, instance_pb2
 from stagemesh.shared.rpc.broker import BROKER, BrokerClient
 from stagemesh.shared.rpc.client import Client
+from stagemesh.shared.rpc.guard import Callers
 from stagemesh.shared.rpc.server import Server
 from stagemesh.shared.runtime.tasks import Tasks
 from stagemesh.shared.stage.head import INSTANCE
@@ -246,7 +247,13 @@ class ToyMesh:
 
 @asynccontextmanager
 async def toy_router(
-    folder: Path, model: Path, mesh: ToyMesh, section: RouterSection | None = None
+    folder: Path,
+    model: Path,
+    mesh: ToyMesh,
+    section: RouterSection | None = None,
+    *,
+    callers: Callers | None = None,
+    max_ahead: int = 128,
 ) -> AsyncIterator[GeneratorService]:
     """A router that knows the toy's instances; `model` is for its tokenizer, of VOCAB tokens."""
     source, log, tasks = open_model(str(model)), Log(logging.getLogger(__name__)), Tasks()
@@ -281,5 +288,7 @@ async def toy_router(
             tokenizer=source.tokenizer(),
             mesh=view,
             start=Starter(view, Tickets(BrokerClient(broker, "router"), tasks.spawn), tasks.spawn),
+            callers=callers,
+            max_ahead=max_ahead,
             log=log,
         )

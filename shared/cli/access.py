@@ -1,0 +1,43 @@
+"""How the commands reach a mesh: options before the command, or the environment. Secrets come from files."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from stagemesh.shared.security.client_files import ClientFiles
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the options to `app`."""
+    app.callback()(remember)
+
+
+def remember(
+    context: typer.Context,
+    api_key_file: Annotated[
+        str, typer.Option(envvar="STAGEMESH_API_KEY_FILE", help="Has the API key. Or $STAGEMESH_API_KEY is it.")
+    ] = "",
+    ca_file: Annotated[
+        str, typer.Option(envvar="STAGEMESH_TLS__CA_FILE", help="Speak TLS, and trust what these have signed.")
+    ] = "",
+    cert_file: Annotated[
+        str, typer.Option(envvar="STAGEMESH_TLS__CERT_FILE", help="A certificate of the mesh; generate needs none.")
+    ] = "",
+    key_file: Annotated[str, typer.Option(envvar="STAGEMESH_TLS__KEY_FILE", help="Its key.")] = "",
+    server_name: Annotated[
+        str, typer.Option(envvar="STAGEMESH_TLS__SERVER_NAME", help="What the mesh's certificates are for.")
+    ] = "",
+) -> None:
+    """Serves large language models with prefill and decode on separate pipelines of stages."""
+    context.obj = ClientFiles(api_key_file, ca_file, cert_file, key_file, server_name)
+
+
+def client_files() -> ClientFiles:
+    """Of the command that runs."""
+    import click
+
+    context = click.get_current_context(silent=True)
+    found = None if context is None else context.find_root().obj
+    return found if isinstance(found, ClientFiles) else ClientFiles()
