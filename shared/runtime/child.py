@@ -10,11 +10,12 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Final
 
 from stagemesh.shared.runtime.exits import report_failure
+from stagemesh.shared.runtime.notify import ADDRESS, METRICS
 from stagemesh.shared.runtime.plan import ProcessSpec
 from stagemesh.shared.runtime.signals import WATCHED
 
@@ -44,6 +45,18 @@ class Child:
     def is_alive(self) -> bool:
         """Not reaped yet."""
         return self.wait_status is None
+
+    def hear(self, lines: Mapping[str, str]) -> Iterator[str]:
+        """Takes in what it says of itself; gives what is worth telling people."""
+        self.address = lines.get(ADDRESS, self.address)
+        self.metrics = lines.get(METRICS, self.metrics)
+        status = lines.get("STATUS", self.status)
+        if status != self.status and not self.is_ready:
+            yield f"{self.spec.name}: {status}"
+        self.status = status
+        if lines.get("READY") == "1" and not self.is_ready:
+            self.is_ready = True
+            yield f"{self.spec.name} is ready"
 
     def read_lines(self) -> list[str]:
         """The whole lines that can be read now without waiting; the last one too, once the pipe is at its end."""

@@ -59,6 +59,10 @@ class Notifier:
         """Says that work makes progress; to be called more often than `watchdog_timeout_s`."""
         self._send("WATCHDOG=1")
 
+    def trigger(self) -> None:
+        """Says that work makes no progress any more: to be killed at once, without waiting for the timeout."""
+        self._send("WATCHDOG=trigger", patience_s=PATIENCE_S)
+
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()

@@ -17,7 +17,7 @@ from stagemesh.shared.runtime.plan import ENTRIES
 @dataclass(frozen=True, slots=True)
 class UpOptions:
     """`preload` are modules imported once, before forking, if they are installed. `child_environ` is added to every
-    child's environment."""
+    child's environment. A child that has shown no progress for `watchdog_s` is killed."""
 
     config: Config
     ready_file: Path | None = None
@@ -25,6 +25,7 @@ class UpOptions:
     entries: Mapping[str, str] = field(default_factory=lambda: ENTRIES)
     preload: tuple[str, ...] = ("torch",)
     child_environ: Mapping[str, str] = field(default_factory=dict)
+    watchdog_s: float = 8.0
 
 
 def preload(names: tuple[str, ...]) -> None:

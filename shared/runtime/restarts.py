@@ -54,6 +54,11 @@ class Restarts:
         self._kill_at[group] = now + FALL_S
         return recent < MAX_FALLS
 
+    @property
+    def falling(self) -> frozenset[str]:
+        """Groups that have lost a member and are not started again yet."""
+        return frozenset(self._start_at)
+
     def due(self, now: float, alive: frozenset[str]) -> Due:
         """What is to be done now; each is said once. `alive` are the groups with a member that is not reaped."""
         again = tuple(group for group, at in self._start_at.items() if now >= at and group not in alive)

@@ -13,12 +13,13 @@ import asyncio
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from stagemesh.shared.runtime.notify import Notifier
 
 T = TypeVar("T")
 Child = Coroutine[Any, Any, None]
+KEEP_ALIVES: Final = 4  # in the time of the watchdog: one that is lost does no harm
 
 
 class Service(Protocol):
@@ -74,13 +75,20 @@ async def _serve(
     service: Service, children: list[Child], signals: StopSignals, drain_timeout_s: float, notifier: Notifier
 ) -> bool:
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(child) for child in children]
+        tasks = [group.create_task(child) for child in (*children, _keep_alive(notifier))]
         await signals.drain.wait()
         notifier.stopping()
         drained = await _until(signals.cut_off, _drain(service, drain_timeout_s))
         for task in tasks:
             task.cancel()
     return drained is True
+
+
+async def _keep_alive(notifier: Notifier) -> None:
+    """Says that the loop runs, as often as it must be heard. Children that find that their work stands still fail."""
+    while notifier.watchdog_timeout_s is not None:
+        notifier.watchdog()
+        await asyncio.sleep(notifier.watchdog_timeout_s / KEEP_ALIVES)
 
 
 async def _drain(service: Service, timeout_s: float) -> bool:

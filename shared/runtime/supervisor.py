@@ -15,7 +15,7 @@ from __future__ import annotations
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
@@ -35,7 +35,6 @@ from stagemesh.shared.runtime.nats_server import (
     run_nats_server,
     says_ready,
 )
-from stagemesh.shared.runtime.notify import ADDRESS, METRICS
 from stagemesh.shared.runtime.notify_socket import NotifySocket
 from stagemesh.shared.runtime.options import UpOptions, preload
 from stagemesh.shared.runtime.plan import STOP_ORDER, ProcessSpec, load_entry, service_processes
@@ -44,6 +43,7 @@ from stagemesh.shared.runtime.reporter import Reporter
 from stagemesh.shared.runtime.restarts import MAX_FALLS, WITHIN_S, Restarts, group_of
 from stagemesh.shared.runtime.rundir import write_atomically
 from stagemesh.shared.runtime.signals import STOP_SIGNALS, SignalPipe, watched_signals
+from stagemesh.shared.runtime.watch import Watch
 
 STOP_GRACE_S: Final = 5.0
 """Beyond the drain timeout that a service keeps by itself; also all that one gets which is not ready yet."""
@@ -70,9 +70,11 @@ def supervise(options: UpOptions, reporter: Reporter) -> int:
         selector = stack.enter_context(selectors.PollSelector())  # no descriptor of its own to leak into children
         children = Children()
         stack.callback(children.kill_all)
+        watch = Watch(children, selector, options.watchdog_s)
+        stack.callback(watch.close)
         if options.ready_file is not None:
             stack.callback(options.ready_file.unlink, missing_ok=True)
-        return Supervisor(options, reporter, pipe, notify, selector, children).run()
+        return Supervisor(options, reporter, pipe, notify, selector, children, watch).run()
 
 
 class Supervisor:
@@ -86,6 +88,7 @@ class Supervisor:
         notify: NotifySocket,
         selector: selectors.BaseSelector,
         children: Children,
+        watch: Watch,
     ) -> None:
         self._options = options
         self._config = options.config
@@ -94,6 +97,7 @@ class Supervisor:
         self._notify = notify
         self._selector = selector
         self._children = children
+        self._watch = watch
         self._phase = Phase.STARTING_BUS
         self._drain: DrainSchedule | None = None
         self._restarts = Restarts()
@@ -120,7 +124,8 @@ class Supervisor:
         if self._drain is not None:
             return self._drain.deadline
         if self._phase is Phase.SERVING:
-            return self._restarts.deadline(time.monotonic())
+            due = (self._restarts.deadline(time.monotonic()), self._watch.deadline_s())
+            return min((at for at in due if at is not None), default=None)
         return self._deadline if self._phase in (Phase.STARTING_BUS, Phase.STARTING) else None
 
     def _start_bus(self, port: str = "-1") -> None:
@@ -146,8 +151,9 @@ class Supervisor:
         return lambda: load_entry(target)(config, spec.instance, spec.pp_rank)
 
     def _fork(self, spec: ProcessSpec, run: Callable[[], None]) -> None:
-        environ = {**self._options.child_environ, "NOTIFY_SOCKET": str(self._notify.path)}
-        ours = (self._pipe.read_fd, self._pipe.write_fd, self._notify.fileno())
+        watchdog = {"WATCHDOG_USEC": str(round(self._options.watchdog_s * 1e6))}
+        environ = {**self._options.child_environ, **watchdog, "NOTIFY_SOCKET": str(self._notify.path)}
+        ours = (self._pipe.read_fd, self._pipe.write_fd, self._notify.fileno(), *self._watch.fds)
         child = self._children.fork(spec, run, environ, ours)
         assert child.output_fd is not None
         self._selector.register(child.output_fd, selectors.EVENT_READ, lambda: self._on_output(child))
@@ -186,18 +192,9 @@ class Supervisor:
         while (received := self._notify.receive()) is not None:
             pid, lines = received
             if (child := self._children.with_pid(pid)) is not None:
-                self._on_notification(child, lines)
-
-    def _on_notification(self, child: Child, lines: Mapping[str, str]) -> None:
-        child.address = lines.get(ADDRESS, child.address)
-        child.metrics = lines.get(METRICS, child.metrics)
-        status = lines.get("STATUS", child.status)
-        if status != child.status and self._phase is Phase.STARTING:
-            self._report.info(f"{child.spec.name}: {status}")
-        child.status = status
-        if lines.get("READY") == "1" and not child.is_ready:
-            child.is_ready = True
-            self._report.info(f"{child.spec.name} is ready")
+                self._watch.take(child, lines, time.monotonic())
+                for said in child.hear(lines):
+                    self._report.info(said)
 
     def _on_child_exit(self, child: Child) -> None:
         self._on_output(child)
@@ -227,6 +224,7 @@ class Supervisor:
         elif self._phase is Phase.STARTING and self._children.are_ready:
             self._serve()
         elif self._phase is Phase.SERVING:
+            self._kill_stuck(now)
             self._restart(now)
         elif self._phase in (Phase.STARTING_BUS, Phase.STARTING) and now >= self._deadline:
             late = [child for child in self._children if not child.is_ready]
@@ -237,6 +235,11 @@ class Supervisor:
             self._send(self._drain.step(now, alive))
             if not alive:
                 self._phase = Phase.OVER
+
+    def _kill_stuck(self, now: float) -> None:
+        for stuck in self._watch.look(now, self._restarts.falling):
+            self._report.error(f"{stuck.name} {stuck.why}")
+            self._send([(stuck.name, signal.SIGKILL)])
 
     def _restart(self, now: float) -> None:
         alive = frozenset(group_of(child.spec) for child in self._children if child.is_alive)

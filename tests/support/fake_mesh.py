@@ -14,13 +14,22 @@ from stagemesh.shared.runtime.rundir import private_run_dir
 from stagemesh.shared.runtime.supervisor import supervise
 from tests.support.fake_services import ENTRIES
 
+WATCHDOG = "STAGEMESH_FAKE_WATCHDOG_S"
+
 
 def main(run_dir: str, ready_file: str, timeout_s: str) -> int:
     with private_run_dir(Path(run_dir)) as path:
         config = build_config(
             local_document(LocalLayout(port=0), path), source="the test", environ=os.environ, options={}
         )
-        options = UpOptions(config, Path(ready_file), float(timeout_s), entries=ENTRIES, preload=("numpy", "no_such"))
+        options = UpOptions(
+            config,
+            Path(ready_file),
+            float(timeout_s),
+            entries=ENTRIES,
+            preload=("numpy", "no_such"),
+            watchdog_s=float(os.environ.get(WATCHDOG, "8")),
+        )
         code = supervise(options, Reporter(sys.stderr))
     if "grpc" in sys.modules or "asyncio" in sys.modules:
         print("the supervisor imported what must not be forked", file=sys.stderr)

@@ -53,8 +53,11 @@ class Fake:
         print(f"{self._name} was started")
         self._before_ready()
         notifier.ready("127.0.0.1:12345" if self._name == "router" else None)
+        assert notifier.watchdog_timeout_s is not None
         while True:
-            signal.sigwait(stops)
+            notifier.watchdog()
+            if signal.sigtimedwait(stops, notifier.watchdog_timeout_s / 4) is None:
+                continue
             notifier.stopping()
             self._note("told to stop")
             if self._behaviour != "stay":
