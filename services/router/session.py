@@ -28,6 +28,7 @@ from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import instance_pb2
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.rpc.dial import PLAIN, Dial
+from stagemesh.shared.rpc.errors import first_of_ours
 
 INSTANCE = instance_pb2.DESCRIPTOR.services_by_name["Instance"]
 MAX_QUEUED = 20_000  # messages; a head that is so far behind gets no more requests
@@ -59,7 +60,8 @@ class HeadSession:
         self.ref, self._router, self._on_up = info.ref, router, on_up
         self._address = info.address
         self._log = log.bind(instance_name=info.ref.name, instance_epoch=info.ref.epoch)
-        self._outgoing: asyncio.Queue[instance_pb2.SessionUp | None] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[instance_pb2.SessionUp] = asyncio.Queue()
+        self._closed = asyncio.Event()
         self._receivers: dict[RequestRef, Receiver] = {}
         self.up = self.ended = False
         self._made_s = time.monotonic()
@@ -120,30 +122,40 @@ class HeadSession:
         return Entry("session", str(self.ref), now_s - self._made_s, state, waits_for, on, details)
 
     def close(self) -> None:
-        """The instance has left the directory. Its requests lose it when its stream has ended."""
+        """The instance has left the directory: its requests lose it now, whether or not it still reads."""
         self.up = False
-        self._outgoing.put_nowait(None)
+        self._closed.set()
 
     async def _run(self) -> None:
         reason = "it has left"
         try:
-            async with AsyncExitStack() as stack:
-                client = await stack.enter_async_context(Client(self._address, INSTANCE, dial=self._dial))
-                stream = client.open("Session")
-                stack.callback(stream.cancel)
-                opening = instance_pb2.SessionUp.Open(router=self._router, epoch=self.ref.epoch)
-                await stream.send(instance_pb2.SessionUp(open=opening))
-                self.up = True
-                self._on_up()
-                async with asyncio.TaskGroup() as group:
-                    reader = group.create_task(self._read(stream))
-                    while (message := await self._outgoing.get()) is not None:
-                        await stream.send(message)
-                    reader.cancel()
+            async with asyncio.TaskGroup() as group:
+                talk = group.create_task(self._talk())
+                await self._closed.wait()
+                talk.cancel()  # whatever it waits for: a head that hangs neither answers nor reads
         except* StagemeshError as errors:
-            reason = str(errors.exceptions[0])
+            reason = str(first_of_ours(errors))
         finally:
             self._lose_all(reason)
+
+    async def _talk(self) -> None:
+        async with AsyncExitStack() as stack:
+            stack.callback(self._closed.set)
+            client = await stack.enter_async_context(Client(self._address, INSTANCE, dial=self._dial))
+            stream = client.open("Session")
+            stack.callback(stream.cancel)
+            opening = instance_pb2.SessionUp.Open(router=self._router, epoch=self.ref.epoch)
+            await stream.send(instance_pb2.SessionUp(open=opening))
+            self.up = True
+            self._on_up()
+            async with asyncio.TaskGroup() as group:
+                writer = group.create_task(self._write(stream))
+                await self._read(stream)
+                writer.cancel()
+
+    async def _write(self, stream: Any) -> None:
+        while True:
+            await stream.send(await self._outgoing.get())
 
     async def _read(self, stream: Any) -> None:
         async for message in stream.receive():
@@ -153,7 +165,6 @@ class HeadSession:
                     self._receivers.pop(output.request, None)
                 if receiver is not None:
                     receiver.on_output(output)
-        self._outgoing.put_nowait(None)
 
     def _lose_all(self, reason: str) -> None:
         self.up, self.ended = False, True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad, Manifest, RegionKey, Role, StageInfo
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.layers import LayerRange
+from stagemesh.shared.core.progress import StageProgress
 from stagemesh.shared.errors import ProtocolViolation
 from stagemesh.shared.pb import broker_pb2, instance_pb2, mesh_pb2
 
@@ -95,3 +96,16 @@ def load_to_pb(load: InstanceLoad) -> mesh_pb2.InstanceLoad:
 
 def load_from_pb(message: mesh_pb2.InstanceLoad) -> InstanceLoad:
     return InstanceLoad(message.waiting, message.running, message.pages_free, message.waiting_tokens)
+
+
+def progress_to_pb(progress: StageProgress) -> mesh_pb2.StageProgress:
+    return mesh_pb2.StageProgress(
+        pp_rank=progress.pp_rank,
+        steps_done=progress.steps_done,
+        has_work=progress.has_work,
+        step_s=progress.step_s,
+    )
+
+
+def progress_from_pb(message: mesh_pb2.StageProgress) -> StageProgress:
+    return StageProgress(message.pp_rank, message.steps_done, message.has_work, message.step_s)

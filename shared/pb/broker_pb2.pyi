@@ -8,16 +8,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class InstanceReport(_message.Message):
-    __slots__ = ("info", "step_counter", "has_work", "leaving")
+    __slots__ = ("info", "progress", "has_work", "leaving")
     INFO_FIELD_NUMBER: _ClassVar[int]
-    STEP_COUNTER_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     HAS_WORK_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     info: _mesh_pb2.InstanceInfo
-    step_counter: int
+    progress: _containers.RepeatedCompositeFieldContainer[_mesh_pb2.StageProgress]
     has_work: bool
     leaving: bool
-    def __init__(self, info: _Optional[_Union[_mesh_pb2.InstanceInfo, _Mapping]] = ..., step_counter: _Optional[int] = ..., has_work: _Optional[bool] = ..., leaving: _Optional[bool] = ...) -> None: ...
+    def __init__(self, info: _Optional[_Union[_mesh_pb2.InstanceInfo, _Mapping]] = ..., progress: _Optional[_Iterable[_Union[_mesh_pb2.StageProgress, _Mapping]]] = ..., has_work: _Optional[bool] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("router",)

@@ -101,3 +101,15 @@ class InstanceInfo(_message.Message):
     load: InstanceLoad
     accepting: bool
     def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., stages: _Optional[_Iterable[_Union[StageInfo, _Mapping]]] = ..., load: _Optional[_Union[InstanceLoad, _Mapping]] = ..., accepting: _Optional[bool] = ...) -> None: ...
+
+class StageProgress(_message.Message):
+    __slots__ = ("pp_rank", "steps_done", "has_work", "step_s")
+    PP_RANK_FIELD_NUMBER: _ClassVar[int]
+    STEPS_DONE_FIELD_NUMBER: _ClassVar[int]
+    HAS_WORK_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    pp_rank: int
+    steps_done: int
+    has_work: bool
+    step_s: float
+    def __init__(self, pp_rank: _Optional[int] = ..., steps_done: _Optional[int] = ..., has_work: _Optional[bool] = ..., step_s: _Optional[float] = ...) -> None: ...

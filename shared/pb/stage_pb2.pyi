@@ -35,7 +35,7 @@ class ConnectReply(_message.Message):
     def __init__(self, ring: _Optional[_Union[_mesh_pb2.RegionKey, _Mapping]] = ..., num_slots: _Optional[int] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
 
 class RingMessage(_message.Message):
-    __slots__ = ("command", "data_ready", "applied", "result", "settled", "leaving", "copied")
+    __slots__ = ("command", "data_ready", "applied", "result", "settled", "leaving", "copied", "pulse")
     COMMAND_FIELD_NUMBER: _ClassVar[int]
     DATA_READY_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class RingMessage(_message.Message):
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     COPIED_FIELD_NUMBER: _ClassVar[int]
+    PULSE_FIELD_NUMBER: _ClassVar[int]
     command: Command
     data_ready: DataReady
     applied: Applied
@@ -50,7 +51,8 @@ class RingMessage(_message.Message):
     settled: Settled
     leaving: Leaving
     copied: Copied
-    def __init__(self, command: _Optional[_Union[Command, _Mapping]] = ..., data_ready: _Optional[_Union[DataReady, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., copied: _Optional[_Union[Copied, _Mapping]] = ...) -> None: ...
+    pulse: _mesh_pb2.StageProgress
+    def __init__(self, command: _Optional[_Union[Command, _Mapping]] = ..., data_ready: _Optional[_Union[DataReady, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., copied: _Optional[_Union[Copied, _Mapping]] = ..., pulse: _Optional[_Union[_mesh_pb2.StageProgress, _Mapping]] = ...) -> None: ...
 
 class Copied(_message.Message):
     __slots__ = ("handle", "pp_rank", "restored")

@@ -15,7 +15,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +30,7 @@ from stagemesh.shared.link.ring import RingSpec
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.stage.cuda_parts import DeviceParts
 from stagemesh.shared.stage.executor import Onwards, StageExecutor
+from stagemesh.shared.stage.forward import ForwardThread
 from stagemesh.shared.stage.kv_sender import KvSender
 from stagemesh.shared.stage.occupancy import Activity
 from stagemesh.shared.stage.parts import StageParts
@@ -106,13 +106,12 @@ class CudaStageExecutor(StageExecutor):
         """A callback's exception would only be logged: it must end the stage."""
         self._spawn(_raise(error))
 
-    async def _run_step(
-        self, command: Command, step: Step, loop: asyncio.AbstractEventLoop, worker: ThreadPoolExecutor
-    ) -> None:
+    async def _run_step(self, command: Command, step: Step, thread: ForwardThread) -> None:
         self.step = step
         self._in_flight += 1
         self.occupancy.move(Activity.FORWARD, time.monotonic_ns())
-        launched = await loop.run_in_executor(worker, self._launch, command, step)
+        self.clock.begin(step.num_tokens, time.monotonic())
+        launched = await thread.call(lambda: self._launch(command, step))
         self.step = None
         self._begin_kv(command)
         self._completions.expect(launched, lambda: self._completed(step, launched))
@@ -169,6 +168,7 @@ class CudaStageExecutor(StageExecutor):
     def _completed(self, step: Step, launched: Launched) -> None:
         """On the loop: the device is through with the step."""
         self._in_flight -= 1
+        self.clock.end(time.monotonic())
         self.steps_done += 1
         busy_ms = launched.begun.elapsed_time(launched.done)
         self.busy_ms += busy_ms

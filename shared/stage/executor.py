@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,8 +23,10 @@ from stagemesh.shared.engine.runner import StageRunner, StepOutput
 from stagemesh.shared.errors import ProtocolViolation
 from stagemesh.shared.link.ring import RingReceiver, RingSender
 from stagemesh.shared.obs.trace import Tracer
+from stagemesh.shared.stage.forward import ForwardThread
 from stagemesh.shared.stage.kv_sender import KvSender
 from stagemesh.shared.stage.occupancy import Activity, Occupancy
+from stagemesh.shared.stage.step_clock import StepClock
 
 
 class Onwards(Protocol):
@@ -74,6 +75,8 @@ class StageExecutor:
         self._last_number = 0
         self.steps_done = self.hops_done = self.hop_ns = 0
         self.occupancy = Occupancy(time.monotonic_ns())
+        self.clock = StepClock()
+        self._command: Command | None = None  # that it is at
         self.step: Step | None = None  # that it runs, or whose inputs it waits for
         self.hops: dict[int, int] = {}  # step whose activations are on their way -> since when, in ns
 
@@ -85,6 +88,11 @@ class StageExecutor:
     @property
     def num_queued(self) -> int:
         return self._queue.qsize()
+
+    @property
+    def has_work(self) -> bool:
+        """It is at a command, or will be at one next; an errand is its asker's business."""
+        return self._command is not None or self.clock.running
 
     def submit(self, command: Command) -> None:
         """Raises ProtocolViolation if a number is missing or comes twice."""
@@ -121,26 +129,36 @@ class StageExecutor:
 
     async def run(self) -> None:
         """A child of the stage: runs until cancelled."""
-        loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(1, "forward", self._prepare_thread) as worker:
-            while True:
-                item = await self._queue.get()
-                if isinstance(item, int):
-                    self._onwards.applied(item)
-                elif isinstance(item, Errand):
-                    await self._run_errand(item, loop, worker)
-                elif item.step is None:
-                    await loop.run_in_executor(worker, self._runner.apply, item)
-                    self._after(item)
-                    if self._is_first:
-                        self._onwards.applied(item.number)
-                else:
-                    await self._run_step(item, item.step, loop, worker)
-                self._rest()
-
-    async def _run_errand(self, errand: Errand, loop: asyncio.AbstractEventLoop, worker: ThreadPoolExecutor) -> None:
+        thread = ForwardThread(self._prepare_thread)
         try:
-            await loop.run_in_executor(worker, errand.work)
+            while True:
+                await self._take(await self._queue.get(), thread)
+                self._rest()
+        finally:
+            await thread.close()
+
+    async def _take(self, item: Command | int | Errand, thread: ForwardThread) -> None:
+        if isinstance(item, int):
+            self._onwards.applied(item)
+        elif isinstance(item, Errand):
+            await self._run_errand(item, thread)
+        else:
+            self._command = item
+            await self._run_command(item, thread)
+            self._command = None
+
+    async def _run_command(self, command: Command, thread: ForwardThread) -> None:
+        if command.step is not None:
+            await self._run_step(command, command.step, thread)
+            return
+        await thread.call(lambda: self._runner.apply(command))
+        self._after(command)
+        if self._is_first:
+            self._onwards.applied(command.number)
+
+    async def _run_errand(self, errand: Errand, thread: ForwardThread) -> None:
+        try:
+            await thread.call(errand.work)
         except Exception as error:  # it is the asker's, not the stage's
             if not errand.done.done():
                 errand.done.set_exception(error)
@@ -153,14 +171,14 @@ class StageExecutor:
         has_work = self._queue.qsize() or self._runner.num_residents
         self.occupancy.move(Activity.STARVED if has_work else Activity.IDLE, time.monotonic_ns())
 
-    async def _run_step(
-        self, command: Command, step: Step, loop: asyncio.AbstractEventLoop, worker: ThreadPoolExecutor
-    ) -> None:
+    async def _run_step(self, command: Command, step: Step, thread: ForwardThread) -> None:
         self.step, asked_ns = step, time.monotonic_ns()
         hidden = await self._inputs(step)
         start_ns = time.monotonic_ns()
         self.occupancy.move(Activity.FORWARD, start_ns)
-        output = await loop.run_in_executor(worker, self._execute, command, step, hidden)
+        self.clock.begin(step.num_tokens, start_ns / 1e9)
+        output = await thread.call(lambda: self._execute(command, step, hidden))
+        self.clock.end(time.monotonic())
         self.step = None
         self._rest()
         self._tracer.span(

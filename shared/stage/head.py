@@ -15,6 +15,7 @@ from typing import Any
 from stagemesh.shared.core.commands import Command, Ints, RowLogprobs
 from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad
 from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.core.progress import StageProgress
 from stagemesh.shared.errors import ProtocolViolation, Rejected
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
@@ -50,6 +51,7 @@ class Head(ABC):
         self._context = context
         self._epoch = context.info.ref.epoch
         self._sessions = Sessions(self, self._epoch, context.log)
+        self._progress: dict[int, StageProgress] = {}
         self._pump_scheduled = False
         self._idle = asyncio.Event()
 
@@ -66,6 +68,9 @@ class Head(ABC):
 
     @abstractmethod
     def on_copied(self, handle: int, pp_rank: int, *, restored: bool) -> None: ...
+
+    def on_pulse(self, progress: StageProgress) -> None:
+        self._progress[progress.pp_rank] = progress
 
     # -- what routers bring --
 
@@ -153,8 +158,9 @@ class Head(ABC):
     # -- views --
 
     @property
-    def steps_done(self) -> int:
-        return self._context.executor.steps_done
+    def progress(self) -> tuple[StageProgress, ...]:
+        """Of each stage that has said so."""
+        return tuple(self._progress.values())
 
     @property
     def has_work(self) -> bool:

@@ -11,8 +11,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
-from stagemesh.shared.codec.mesh import instance_to_pb
+from stagemesh.shared.codec.mesh import instance_to_pb, progress_to_pb
 from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad
+from stagemesh.shared.core.progress import StageProgress
 from stagemesh.shared.errors import StagemeshError
 from stagemesh.shared.pb import broker_pb2
 from stagemesh.shared.rpc.client import Client, Duplex
@@ -28,7 +29,7 @@ class Progress(Protocol):
     def load(self) -> InstanceLoad: ...
 
     @property
-    def steps_done(self) -> int: ...
+    def progress(self) -> tuple[StageProgress, ...]: ...
 
     @property
     def has_work(self) -> bool: ...
@@ -80,7 +81,7 @@ class Membership:
         info = dataclasses.replace(self._info, load=self._progress.load, accepting=self._accepting)
         return broker_pb2.InstanceReport(
             info=instance_to_pb(info),
-            step_counter=self._progress.steps_done,
+            progress=map(progress_to_pb, self._progress.progress),
             has_work=self._progress.has_work,
             leaving=not self._accepting,
         )

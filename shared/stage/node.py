@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from stagemesh.shared.core.commands import Command, Ints, RowLogprobs
+from stagemesh.shared.core.progress import StageProgress
 from stagemesh.shared.engine.host_copies import CopyDone, Direction
 from stagemesh.shared.engine.runner import StageRunner
 from stagemesh.shared.errors import ProtocolViolation
@@ -61,6 +62,12 @@ class StageNode:
         else:
             self.head.on_copied(handle, pp_rank, restored=restored)
 
+    def pulse(self) -> None:
+        """Says round the ring how far this stage is."""
+        executor = self.executor
+        step_s = executor.clock.expected_s
+        self._ring.pulse(StageProgress(self._pp_rank, executor.steps_done, executor.has_work, step_s))
+
     def _on_copy_done(self, done: CopyDone) -> None:
         if done.error is not None:  # a callback's exception would only be logged: it must end the stage
             self._tasks.spawn(_fail(done.error))
@@ -91,6 +98,12 @@ class StageNode:
 
     def on_copied(self, handle: int, pp_rank: int, *, restored: bool) -> None:
         self.copied(handle, pp_rank, restored=restored)
+
+    def on_pulse(self, progress: StageProgress) -> None:
+        if self.head is not None:
+            self.head.on_pulse(progress)
+        elif progress.pp_rank != self._pp_rank:
+            self._ring.pulse(progress)
 
     def _only(self, allowed: bool, kind: str) -> None:
         if not allowed:

@@ -3,24 +3,29 @@
 rank 0 --command--> rank 1 --command--> ... --> last rank          each passes it on before it applies it
        --data_ready-->     --data_ready-->
        --applied-->        --applied-->          --result, applied, settled, copied--> rank 0, where the head is
+       --pulse, of each stage, every half second-->
 
 One stream a neighbour. A neighbour that says it leaves is being stopped, and the others follow; a stream that ends
-without that is the loss of the instance: stages live and die as one. A ring of one stage has no streams: it is its own
-neighbour.
+without that, or is silent, is the loss of the instance: stages live and die as one. A ring of one stage has no streams:
+it is its own neighbour.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Protocol
 
 from stagemesh.shared.codec.arrays import to_array, to_bytes
 from stagemesh.shared.codec.commands import command_from_pb, command_to_pb, logprobs_from_pb, logprobs_to_pb
+from stagemesh.shared.codec.mesh import progress_from_pb, progress_to_pb
 from stagemesh.shared.core.commands import Command, Ints, RowLogprobs
+from stagemesh.shared.core.progress import StageProgress
 from stagemesh.shared.errors import Exhausted, PeerLost, ProtocolViolation, StagemeshError
 from stagemesh.shared.pb import stage_pb2
 from stagemesh.shared.rpc.client import Client
+from stagemesh.shared.runtime.silence import LOOK_S, LOST_AFTER_S, Silence
 
 STAGE_LINK = stage_pb2.DESCRIPTOR.services_by_name["StageLink"]
 MAX_QUEUED = 10_000  # messages; the head's steps outstanding keep it far below
@@ -41,6 +46,8 @@ class RingListener(Protocol):
 
     def on_copied(self, handle: int, pp_rank: int, *, restored: bool) -> None: ...
 
+    def on_pulse(self, progress: StageProgress) -> None: ...
+
 
 def deliver(message: stage_pb2.RingMessage, listener: RingListener) -> None:
     """Raises ProtocolViolation for a message of a kind that this version does not know."""
@@ -59,6 +66,8 @@ def deliver(message: stage_pb2.RingMessage, listener: RingListener) -> None:
         case "copied":
             copied = message.copied
             listener.on_copied(copied.handle, copied.pp_rank, restored=copied.restored)
+        case "pulse":
+            listener.on_pulse(progress_from_pb(message.pulse))
         case kind:
             raise ProtocolViolation(f"ring message of unknown kind {kind}")
 
@@ -95,6 +104,9 @@ class RingOut:
     def copied(self, handle: int, pp_rank: int, *, restored: bool) -> None:
         copied = stage_pb2.Copied(handle=handle, pp_rank=pp_rank, restored=restored)
         self.forward(stage_pb2.RingMessage(copied=copied))
+
+    def pulse(self, progress: StageProgress) -> None:
+        self.forward(stage_pb2.RingMessage(pulse=progress_to_pb(progress)))
 
     def forward(self, message: stage_pb2.RingMessage | None) -> None:
         """Raises Exhausted if the next stage takes nothing any more."""
@@ -135,7 +147,7 @@ class RingIn:
     """The server's part: takes the previous stage's stream. `ended` is set when it ends, in whatever way."""
 
     def __init__(self, listener: RingListener) -> None:
-        self._listener = listener
+        self._listener, self._silence = listener, Silence()
         self._connected = self._finished = False
         self.ended = asyncio.Event()
 
@@ -146,6 +158,7 @@ class RingIn:
         self._connected = True
         try:
             async for message in messages:
+                self._silence.heard()
                 if message.HasField(
                     "leaving"
                 ):  # a dead neighbour's stream may end as quietly as that of one that leaves
@@ -158,8 +171,13 @@ class RingIn:
 
     async def watch(self, on_finished: Callable[[], None]) -> None:
         """A child of the stage. Calls `on_finished` when the previous stage has ended its stream; raises PeerLost when
-        it is gone without that."""
-        await self.ended.wait()
+        it is gone without that, or silent: its process hangs, though its socket lives."""
+        while not self.ended.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self.ended.wait()
+            if self._connected and not self.ended.is_set() and self._silence.look():
+                raise PeerLost(f"the previous stage of the ring has been silent for {LOST_AFTER_S:g} s")
         if not self._finished:
             raise PeerLost("the previous stage of the ring is gone")
         on_finished()

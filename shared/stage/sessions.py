@@ -14,7 +14,7 @@ from stagemesh.shared.codec.mesh import request_from_pb
 from stagemesh.shared.codec.session import outputs_to_pb
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
-from stagemesh.shared.errors import ProtocolViolation
+from stagemesh.shared.errors import Exhausted, ProtocolViolation
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import instance_pb2
 
@@ -36,6 +36,14 @@ class _Session:
         self.router = router
         self.outgoing: asyncio.Queue[instance_pb2.SessionDown] = asyncio.Queue(MAX_QUEUED)
         self.requests: set[RequestRef] = set()
+        self.behind = asyncio.Event()
+
+    def tell(self, outputs: Iterable[SequenceOutput]) -> None:
+        """Queues a message. A router that has not read so many is gone: it hangs, whatever its socket does."""
+        try:
+            self.outgoing.put_nowait(instance_pb2.SessionDown(outputs=outputs_to_pb(outputs)))
+        except asyncio.QueueFull:
+            self.behind.set()
 
 
 class Sessions:
@@ -59,10 +67,12 @@ class Sessions:
                     if session is None:
                         session = self._open(message)
                         sender = group.create_task(self._send(session, context))
+                        watcher = group.create_task(_raise_once(session))
                     else:
                         self._take(session, message)
                 if session is not None:
                     sender.cancel()
+                    watcher.cancel()
         finally:
             if session is not None:
                 self._close(session)
@@ -78,7 +88,7 @@ class Sessions:
             if output.end is not None:
                 self._forget(output.request)
         for session, batch in by_session.items():
-            session.outgoing.put_nowait(instance_pb2.SessionDown(outputs=outputs_to_pb(batch)))
+            session.tell(batch)
 
     def _open(self, message: instance_pb2.SessionUp) -> _Session:
         if message.WhichOneof("kind") != "open":
@@ -106,7 +116,7 @@ class Sessions:
         request = request_from_pb(submit.request)
         if request in self._owner:  # of another router, perhaps: that one's goes on
             refused = SequenceOutput(request, end=SequenceEnd.REJECTED, error="request_id: is in use by a live request")
-            session.outgoing.put_nowait(instance_pb2.SessionDown(outputs=outputs_to_pb([refused])))
+            session.tell([refused])
             return
         self._owner[request] = session
         session.requests.add(request)
@@ -128,3 +138,9 @@ class Sessions:
         for request in list(session.requests):
             self._forget(request)
             self._requests.on_abort(request)
+
+
+async def _raise_once(session: _Session) -> None:
+    """Raises Exhausted once the router is too far behind, which ends its stream."""
+    await session.behind.wait()
+    raise Exhausted(f"{session.router} does not read: {MAX_QUEUED} messages wait for it")

@@ -38,6 +38,7 @@ from stagemesh.shared.stage.describe import StageNames
 from stagemesh.shared.stage.executors import make_executor
 from stagemesh.shared.stage.head import INSTANCE, Head, HeadContext
 from stagemesh.shared.stage.head_rpcs import HeadRpcs
+from stagemesh.shared.stage.health import Health
 from stagemesh.shared.stage.kv_sender import KvSender, PoolLayout
 from stagemesh.shared.stage.lead import Lead, new_epoch
 from stagemesh.shared.stage.node import StageNode
@@ -71,8 +72,7 @@ class StageService:
         self._notifier, self._on_stop, self._log = notifier, on_stop, log
         self._tracer = Tracer(f"{instance}/{pp_rank}")
         self._lag, self._tasks = LagSampler(), Tasks()
-        identity = Identity(self._instance.role, instance, pp_rank)
-        self._monitor = Monitor(config.metrics, identity, self, self._lag)
+        self._monitor = Monitor(config.metrics, Identity(self._instance.role, instance, pp_rank), self, self._lag)
         self._access = mesh_access(config.tls, log)
         self._started_s = time.monotonic()
         self._node: StageNode | None = None
@@ -121,9 +121,12 @@ class StageService:
         self._log.info("stage is up", layers=f"[{parts.layers.lo}, {parts.layers.hi})", pages=parts.manifest.num_pages)
         return [*children, self._tasks.run(), self._lag.run(), self._monitor.run()]
 
-    async def withdraw(self) -> None:
+    async def _stop_serving(self) -> None:
         if self._server is not None:
             await self._server.set_serving(False)
+
+    async def withdraw(self) -> None:
+        await self._stop_serving()
         if self._lead is not None:
             self._lead.leave()
 
@@ -165,7 +168,8 @@ class StageService:
         self._node = self._make_node(parts, endpoint, receiver, spec, ring, BrokerClient(broker), ref)
         directory, stage = Path(self._config.mesh.run_dir), f"{self._instance.name}.{self._pp_rank}"
         self._profiler = StageProfiler(self._node.executor, directory, stage)
-        children: list[Child] = [self._node.executor.run()]
+        health = Health(self._node, self._notifier, self._stop_serving, self._log)
+        children: list[Child] = [self._node.executor.run(), health.pulse(), health.watch()]
         if next_stage is None:
             stages: tuple[StageInfo, ...] = (own,)
             children.append(ring.loop_back(self._node))

@@ -14,6 +14,7 @@ from stagemesh.shared.obs.log import configure
 from stagemesh.shared.pb import stage_pb2
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.rpc.server import Server
+from stagemesh.shared.stage import ring as ring_module
 from stagemesh.shared.stage.ring import STAGE_LINK, RingIn, RingOut
 from stagemesh.shared.transfer.backends import choose_protocol, open_endpoint
 
@@ -61,6 +62,30 @@ def test_a_neighbour_that_leaves_is_no_loss() -> None:
         assert finished.is_set()
         with pytest.raises(ProtocolViolation, match="previous stage already"):
             await ring.accept(stream())
+
+    asyncio.run(run())
+
+
+async def pulses(count: int) -> AsyncIterator[stage_pb2.RingMessage]:
+    """Each is followed by a moment of silence; then, for good."""
+    for number in range(count):
+        yield stage_pb2.RingMessage(applied=stage_pb2.Applied(number=number))
+        await asyncio.sleep(3 * 0.01)
+    await asyncio.get_running_loop().create_future()
+
+
+def test_a_neighbour_that_is_silent_is_lost_though_its_stream_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "LOOK_S", 0.01)
+
+    async def run() -> None:
+        heard = Heard()
+        ring = RingIn(heard)
+        async with asyncio.TaskGroup() as group:
+            accepting = group.create_task(ring.accept(pulses(8)))
+            with pytest.raises(PeerLost, match="has been silent for 2 s"):
+                await ring.watch(lambda: None)
+            accepting.cancel()
+        assert heard.applied == list(range(8))
 
     asyncio.run(run())
 

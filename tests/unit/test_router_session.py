@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from stagemesh.services.router import session as session_module
 from stagemesh.services.router.opening import Tickets
-from stagemesh.services.router.session import HeadSession
+from stagemesh.services.router.session import INSTANCE, HeadSession, Receiver
 from stagemesh.shared.codec.mesh import request_from_pb
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
@@ -19,6 +22,7 @@ from stagemesh.shared.engine.schedule.output import SequenceOutput
 from stagemesh.shared.errors import Exhausted, Retryable
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import instance_pb2
+from stagemesh.shared.rpc.server import Server
 from tests.support.instances import PREFILL, instance_of
 
 
@@ -37,16 +41,18 @@ def far_behind(monkeypatch: pytest.MonkeyPatch, most: int) -> HeadSession:
     return session
 
 
-def submit(session: HeadSession, number: int) -> RequestRef:
-    ref = RequestRef("r", number)
-    params = SamplingParams(max_tokens=9)
-    session.submit(Nobody(), ref, params, prompt_tokens=1, token_ids=[1], ticket_id="t", decode_instance="d")
+def submit(
+    session: HeadSession, number: int, receiver: Receiver | None = None, token_ids: Sequence[int] = (1,)
+) -> RequestRef:
+    ref, params, tokens = RequestRef("r", number), SamplingParams(max_tokens=9), list(token_ids)
+    taker = receiver or Nobody()
+    session.submit(taker, ref, params, prompt_tokens=1, token_ids=tokens, ticket_id="t", decode_instance="d")
     return ref
 
 
 def sent(session: HeadSession) -> list[instance_pb2.SessionUp]:
     queue = session._outgoing
-    return [message for _ in range(queue.qsize()) if (message := queue.get_nowait()) is not None]
+    return [queue.get_nowait() for _ in range(queue.qsize())]
 
 
 def test_a_head_far_behind_gets_no_more_requests_but_every_abort(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +71,44 @@ def test_a_head_far_behind_gets_no_more_requests_but_every_abort(monkeypatch: py
         aborts = [request_from_pb(message.abort.request) for kind, message in kinds if kind == "abort"]
         assert aborts == refs
         assert sum(kind == "first_token" for kind, _ in kinds) == 3
+
+    asyncio.run(run())
+
+
+class Hanging:
+    """A head that takes the stream and reads nothing of it."""
+
+    async def Session(self, messages: Any, context: Any) -> None:  # noqa: N802
+        await asyncio.get_running_loop().create_future()
+
+    async def _refuse(self, request: Any, context: Any) -> None:
+        raise AssertionError("not expected")
+
+    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = _refuse
+
+
+def test_a_head_that_hangs_is_lost_when_the_directory_says_so(tmp_path: Path) -> None:
+    """Though messages for it fill the connection, and it never answers."""
+
+    async def run() -> None:
+        server = Server({INSTANCE: Hanging()})
+        info = dataclasses.replace(instance_of("p", PREFILL), address=await server.start(f"unix:{tmp_path}/s"))
+        up, lost = asyncio.Event(), asyncio.Event()
+        receiver = cast("Any", SimpleNamespace(on_output=None, on_lost=lambda ref, reason: lost.set()))
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+            log = Log(logging.getLogger(__name__))
+            session = HeadSession(info, "router", group.create_task, log, up.set)
+            await up.wait()
+            params, tokens = SamplingParams(max_tokens=9), [1] * 100_000
+            for number in range(3):
+                ref = RequestRef("r", number)
+                session.submit(
+                    receiver, ref, params, prompt_tokens=1, token_ids=tokens, ticket_id="t", decode_instance="d"
+                )
+            await asyncio.sleep(0)
+            session.close()
+            await lost.wait()
+        await server.stop()
 
     asyncio.run(run())
 

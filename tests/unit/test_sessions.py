@@ -1,0 +1,66 @@
+"""Streams of routers at a head: one that hangs takes only itself down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from stagemesh.shared.codec.mesh import request_to_pb
+from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.engine.schedule.output import SequenceOutput
+from stagemesh.shared.errors import Exhausted
+from stagemesh.shared.obs.log import Log
+from stagemesh.shared.pb import instance_pb2
+from stagemesh.shared.rpc.errors import first_of_ours
+from stagemesh.shared.stage import sessions as sessions_module
+from stagemesh.shared.stage.sessions import Sessions
+
+REF = RequestRef("r", 1)
+
+
+class Requests:
+    def __init__(self) -> None:
+        self.submitted, self.aborted = asyncio.Event(), list[RequestRef]()
+
+    def on_submit(self, submit: Any) -> None:
+        self.submitted.set()
+
+    def on_first_token(self, request: RequestRef, token_id: int) -> None: ...
+
+    def on_abort(self, request: RequestRef) -> None:
+        self.aborted.append(request)
+
+
+class Deaf:
+    """A connection that takes nothing any more."""
+
+    async def write(self, message: Any) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+async def one_request() -> AsyncIterator[instance_pb2.SessionUp]:
+    yield instance_pb2.SessionUp(open=instance_pb2.SessionUp.Open(router="router-1", epoch=1))
+    yield instance_pb2.SessionUp(submit=instance_pb2.SessionUp.Submit(request=request_to_pb(REF)))
+    await asyncio.get_running_loop().create_future()
+
+
+def test_a_router_that_does_not_read_is_gone_and_the_instance_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "MAX_QUEUED", 5)
+
+    async def run() -> None:
+        requests = Requests()
+        sessions = Sessions(requests, 1, Log(logging.getLogger(__name__)))
+        serving = asyncio.ensure_future(sessions.serve(one_request(), Deaf()))
+        await requests.submitted.wait()
+        for _ in range(10):
+            sessions.deliver([SequenceOutput(REF, (7,))])
+        with pytest.raises(ExceptionGroup) as caught:
+            await serving
+        assert isinstance(first_of_ours(caught.value), Exhausted)
+        assert (requests.aborted, sessions.num_open, sessions.num_requests) == ([REF], 0, 0)
+
+    asyncio.run(run())
