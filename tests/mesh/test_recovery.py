@@ -33,10 +33,11 @@ STAGES = ["prefill-0/0", "prefill-1/1", "decode-0/0", "decode-1/1"]
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """`victim` dies when all requests together have had that share of their tokens."""
+    """`victim` gets the signal when all requests together have had that share of their tokens."""
 
     victim: str
     share: float
+    number: signal.Signals = signal.SIGKILL
 
     @property
     def instance(self) -> str:
@@ -74,7 +75,7 @@ class Load:
     def __init__(self, mesh: RunningMesh, wanted: list[list[int]], strike: Strike) -> None:
         self._mesh, self._wanted, self._strike = mesh, wanted, strike
         self._tokens = [0] * len(wanted)
-        self.struck = False
+        self.struck = asyncio.Event()
 
     async def run(self) -> list[Answer]:
         async with Client(self._mesh.router, GENERATOR) as client, asyncio.TaskGroup() as group:
@@ -84,9 +85,9 @@ class Load:
     async def _ask(self, client: Client, at: int) -> Answer:
         def took(so_far: Answer) -> bool:
             self._tokens[at] = len(so_far.token_ids)
-            if not self.struck and sum(self._tokens) >= self._strike.share * len(self._wanted) * NEW_TOKENS:
-                self.struck = True
-                os.kill(self._mesh.pids[self._strike.victim], signal.SIGKILL)
+            if not self.struck.is_set() and sum(self._tokens) >= self._strike.share * len(self._wanted) * NEW_TOKENS:
+                self.struck.set()
+                os.kill(self._mesh.pids[self._strike.victim], self._strike.number)
             return True
 
         request = token_request(self._wanted[at], NEW_TOKENS, ignore_eos=True)
@@ -110,7 +111,7 @@ async def strike(mesh: RunningMesh, reference: Any, blow: Strike, seed: int, sta
     random.Random(seed).shuffle(wanted)
     load = Load(mesh, wanted, blow)
     answers = await load.run()
-    assert load.struck
+    assert load.struck.is_set()
     check_answers(reference, wanted, answers)
     await mesh.until_back(blow.instance, start)
     await mesh.until_instances(4)
