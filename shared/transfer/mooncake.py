@@ -28,6 +28,7 @@ from stagemesh.shared.errors import ProtocolViolation, Rejected, Retryable, Stag
 from stagemesh.shared.transfer.base import Lane, Piece, Region, RegionKey
 from stagemesh.shared.transfer.batches import Batch
 from stagemesh.shared.transfer.handle import Transfer
+from stagemesh.shared.transfer.intranode import CudaMapper, IntranodeSender, Mappings, handle_of
 from stagemesh.shared.transfer.listeners import confine_to_loopback, listeners_since, listening_inodes
 from stagemesh.shared.transfer.regions import RegionTable
 from stagemesh.shared.transfer.sender import Engine, Sender
@@ -139,10 +140,15 @@ class MooncakeEndpoint:
         self.name = f"{self._settings.host}:{self._port}#{secrets.token_hex(4)}"
         self._regions = RegionTable()
         self._kept: list[torch.Tensor] = []  # unregistered after a write in doubt: theirs may be the memory it reads
-        self._sender: Sender | None = Sender(
-            engine, timeout_s=self._settings.timeout_s, connect_timeout_s=self._settings.connect_timeout_s
-        )
+        self._sender: Sender | None = self._make_sender(engine)
         self._writes = Writes(self._send, self._settings)
+
+    def _make_sender(self, engine: Engine) -> Sender:
+        timeout_s, connect_timeout_s = self._settings.timeout_s, self._settings.connect_timeout_s
+        if self._settings.protocol != "intranode":
+            return Sender(engine, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
+        mappings = Mappings(CudaMapper())
+        return IntranodeSender(engine, mappings, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
 
     def register(self, memory: torch.Tensor) -> Region:
         region = self._regions.bounds(memory)
@@ -162,7 +168,10 @@ class MooncakeEndpoint:
             self._kept.append(memory)
 
     def publish(self, region: Region) -> RegionKey:
-        return self._regions.key(self.name, region)
+        if self._settings.protocol != "intranode":
+            return self._regions.key(self.name, region)
+        handle = handle_of(self._regions.memory(region))
+        return self._regions.key(f"{self.name}#{handle.hex()}", region)
 
     def write(self, key: RegionKey, pieces: Sequence[Piece], lane: Lane = Lane.BULK) -> Transfer:
         self._running()
@@ -176,6 +185,8 @@ class MooncakeEndpoint:
             return
         for region in self._regions.regions:
             engine.unregister_memory(region.address)
+        if self._sender is not None:
+            self._sender.close()
         self._sender = None
         self._wake_listeners()
         del engine  # ends its threads, and what is left of unproven writes: only now may memory go
@@ -207,7 +218,8 @@ def is_loopback(host: str) -> bool:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """(address, incarnation) of an endpoint's name. Raises ProtocolViolation."""
+    """(address, incarnation) of an endpoint's name; where its memory is mapped, the handle is part of the incarnation,
+    after another #. Raises ProtocolViolation."""
     address, _, incarnation = name.partition("#")
     host, _, port = address.rpartition(":")
     if not (host and incarnation and port.isdecimal() and 0 < int(port) < 65536):

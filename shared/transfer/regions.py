@@ -37,9 +37,14 @@ class RegionTable:
         self.regions = tuple(self._held)
         return memory
 
-    def key(self, endpoint: str, region: Region) -> RegionKey:
+    def memory(self, region: Region) -> torch.Tensor:
+        """Raises Rejected if it is not registered."""
         if region not in self._held:
             raise Rejected("region", f"is not registered here: {region}")
+        return self._held[region]
+
+    def key(self, endpoint: str, region: Region) -> RegionKey:
+        self.memory(region)
         return RegionKey(endpoint, region.address, region.length)
 
     def covers(self, address: int, length: int) -> bool:

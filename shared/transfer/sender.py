@@ -67,7 +67,9 @@ class Sender:
             if lane is Lane.URGENT:
                 reason, proven = self._send_urgent(address, batch), False
             else:
-                reason, proven = self._send_bulk(address, batch)
+                reason, proven = self._send_bulk(address, incarnation, batch)
+        except PeerLost as error:
+            return Failure(error, proven=True)
         except Exception as error:  # the library's own, mapped here once
             reason, proven = repr(error), False
         return None if reason is None else Failure(self._explain(address, batch, reason), proven)
@@ -76,7 +78,9 @@ class Sender:
         code = self._engine.batch_transfer_sync_write(address, batch.sources, batch.targets, batch.lengths)
         return None if code == 0 else f"code {code}"
 
-    def _send_bulk(self, address: str, batch: Batch) -> tuple[str | None, bool]:
+    def _send_bulk(self, address: str, incarnation: str, batch: Batch) -> tuple[str | None, bool]:
+        """Why it failed, if it did, and whether it is proven that nothing is in flight. Raises PeerLost where nothing
+        was sent."""
         submitted: list[int] = []
         for source, target, length in zip(batch.sources, batch.targets, batch.lengths, strict=True):
             transfer_id = self._engine.transfer_submit_write(address, source, target, length)
@@ -127,6 +131,20 @@ class Sender:
         except PeerLost as error:
             return error
         return Retryable(f"writing {batch.num_bytes} bytes in {len(batch)} pieces to {address} failed: {reason}")
+
+    def is_gone(self, address: str) -> bool:
+        """True if nobody listens there any more. One that is stopped, or slow, is still there."""
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), self._connect_timeout_s).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def close(self) -> None:
+        """No batch is being sent any more."""
 
     def connect(self, address: str) -> None:
         """Raises PeerLost if nothing accepts connections at `address`.

@@ -1,4 +1,5 @@
-"""Greedy answers of a mesh with random weights: the same tokens as the reference's up to the first near tie."""
+"""Greedy answers of a mesh with random weights. Their logits are flat: after four layers in bfloat16, ours and the
+reference's are off by a few steps each, so one that differs must be nearly tied. `check_smollm2`: trained weights."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.answers import SHAPES, Shape, check_mesh
+from tests.gpu.answers import SHAPES, Shape, ask_mesh
 from tests.gpu.models import random_mistral
 
 NUM_PROMPTS, NEW_TOKENS = 64, 64
-MOST_AFTER = 8  # of some thousand, three or four steps apart: random weights leave more such pairs than trained ones
+WIDEST = 4.0  # steps of bfloat16 between the reference's two best, where ours is not the best
+MOST_UNEQUAL = 8  # that are more than two apart, of 4,096
 
 
 def prompts() -> list[list[int]]:
@@ -27,5 +29,6 @@ def test_a_mesh_gives_the_tokens_of_the_reference(tmp_path: Path, shape: Shape) 
 
     path = random_mistral(tmp_path / "model")
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).cuda()
-    compared = check_mesh(tmp_path, shape, path, reference, prompts(), NEW_TOKENS)
-    assert compared.after <= MOST_AFTER
+    compared = ask_mesh(tmp_path, shape, path, reference, prompts(), NEW_TOKENS)
+    assert compared.ahead - compared.equal + compared.after <= MOST_UNEQUAL
+    assert compared.widest <= WIDEST

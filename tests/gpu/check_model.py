@@ -13,7 +13,7 @@ from stagemesh.shared.core.commands import SAMPLE, Step
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.model.layers import allocate_pool
 from tests.gpu.models import PAGE, chunk, cpu_stage, cuda_stage, decode_step, join, open_small, run_cuda
-from tests.gpu.spies import spies
+from tests.gpu.spies import spy, spy_cuda
 
 LENGTHS = (1, 5, 16, 17, 63, 64, 100, 300)
 NEW = 24
@@ -37,7 +37,7 @@ def test_logits_follow_the_reference(tmp_path: Path, head_dim: int, graphs: bool
     decode, _, stream_2 = cuda_stage(source, "decode", num_pages=num_pages, graphs=graphs, pool=pool, packed=packed)
     for runner in (reference, prefill, decode):
         join(runner, texts, NEW)
-    spy_cpu, spy_gpu = spies(reference, prefill, decode)
+    spy_cpu, spy_gpu = spy(reference), spy_cuda(prefill, decode)
     step = chunk(1, texts)
     ids = reference.run(step, hidden=None, sampled={}).tensor.tolist()
     run_cuda(prefill, stream, step)

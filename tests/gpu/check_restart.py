@@ -18,6 +18,7 @@ from tests.support.client import GENERATOR, Answer, generate, token_request
 from tests.support.running import RunningMesh, running_mesh
 
 COUNT, NEW_TOKENS = 16, 200
+NUM_PAGES = 1 << 16  # a pool of a gigabyte a stage: one that stayed would be seen
 SLACK_MIB = 512  # what contexts and caches of the same processes differ by from start to start
 
 
@@ -62,7 +63,7 @@ def test_a_killed_stage_comes_back(tmp_path: Path, victim: str) -> None:
     path = random_mistral(tmp_path / "model")
     last = torch.cuda.device_count() - 1
     gpus = [f"--prefill-gpus=0,{last}", f"--decode-gpus=0,{last}", "--prefill-pp=2", "--decode-pp=2"]
-    sizes = ["--max-running=64", "--chunk-size=2048", "--num-pages=4096"]
+    sizes = ["--max-running=64", "--chunk-size=2048", f"--num-pages={NUM_PAGES}"]
 
     async def scenario(mesh: RunningMesh) -> None:
         async with Client(mesh.router, GENERATOR) as client:

@@ -7,23 +7,28 @@ from typing import Any
 from torch import Tensor
 
 
-def spies(reference: Any, prefill: Any, decode: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Lists that collect the logits of the reference and of both GPU runners."""
-    exact: list[Tensor] = []
-    ours: list[Tensor] = []
+def spy(reference: Any) -> list[Tensor]:
+    """Collects the logits of a runner on the CPU."""
+    seen: list[Tensor] = []
     forward = reference._model.forward
 
     def keep(*arguments: object) -> Tensor:
         logits: Tensor = forward(*arguments)
-        exact.append(logits.float().clone())
+        seen.append(logits.float().clone())
         return logits
 
     reference._model.forward = keep
+    return seen
+
+
+def spy_cuda(prefill: Any, decode: Any) -> list[Tensor]:
+    """Collects the logits of both runners on the GPU."""
+    seen: list[Tensor] = []
     run = prefill._chunks.run
 
     def keep_chunk(*arguments: object, **named: object) -> Tensor:
         logits: Tensor = run(*arguments, **named)
-        ours.append(logits.float().cpu())
+        seen.append(logits.float().cpu())
         return logits
 
     prefill._chunks.run = keep_chunk
@@ -31,8 +36,8 @@ def spies(reference: Any, prefill: Any, decode: Any) -> tuple[list[Tensor], list
 
     def keep_decoded(*arguments: object) -> Any:
         output = decoded(*arguments)
-        ours.append(output.logits.float().cpu())
+        seen.append(output.logits.float().cpu())
         return output
 
     decode._graphs.run = keep_decoded
-    return exact, ours
+    return seen
