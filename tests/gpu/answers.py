@@ -93,6 +93,6 @@ def ask_mesh(tmp_path: Path, shape: Shape, model: Path, reference: Any, prompts:
     rest = len(prompts) * new - compared.ahead
     print(
         f"{shape}: {compared.equal} of {compared.ahead} tokens up to the first near tie are equal; of the {rest} after "
-        f"it, {compared.after} differ where there is no near tie; what differs is {compared.widest:.1f} steps apart at most"
+        f"it, {compared.after} differ with no near tie; what differs is {compared.widest:.1f} steps apart at most"
     )
     return compared
