@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,9 @@ from stagemesh.shared.errors import Rejected, Retryable, StagemeshError
 from stagemesh.shared.transfer.base import Lane, Piece, Region, RegionKey
 from stagemesh.shared.transfer.batches import Batch
 from stagemesh.shared.transfer.handle import Transfer
-from stagemesh.shared.transfer.nixl_sender import Agent, NixlSender, Place, join_key, split_key
+from stagemesh.shared.transfer.listeners import listeners_since, listening_inodes
+from stagemesh.shared.transfer.nixl_agent import Agent, NixlKey, Place, parse_key
+from stagemesh.shared.transfer.nixl_sender import NixlSender
 from stagemesh.shared.transfer.regions import RegionTable
 from stagemesh.shared.transfer.writes import Failure, Writes
 
@@ -54,6 +57,7 @@ class NixlSettings:
     num_bulk_threads: int = 2
     max_open_writes: int = 4096
     timeout_s: float = 10.0
+    connect_timeout_s: float = 2.0
 
     def __post_init__(self) -> None:
         known = TRANSPORTS[self.device]
@@ -93,6 +97,15 @@ def create_agent(name: str, settings: NixlSettings) -> Agent:
     return agent
 
 
+def listening_port(host: str, listeners: list[socket.socket]) -> int:
+    """At which of `listeners`, which it closes, this process is reached under `host`; 0 if at none."""
+    addresses = {"0.0.0.0", "::", *(str(found[4][0]) for found in socket.getaddrinfo(host, None))}
+    ports = [listener.getsockname()[1] for listener in listeners if listener.getsockname()[0] in addresses]
+    for listener in listeners:
+        listener.close()
+    return ports[0] if ports else 0
+
+
 class NixlEndpoint:
     """An Endpoint. The library's environment is the process's: use one host, device and protocol in a process.
 
@@ -103,13 +116,19 @@ class NixlEndpoint:
         self._settings = settings or NixlSettings()
         self._place = Place("VRAM", torch.cuda.current_device()) if self._settings.device == "cuda" else Place()
         self.name = f"{self._settings.host}#{secrets.token_hex(8)}"
+        before = listening_inodes()
         agent = create_agent(self.name, self._settings)
+        self._port = listening_port(self._settings.host, listeners_since(before))
         self._agent: Agent | None = agent
         self._regions = RegionTable()
         self._registered: dict[Region, Any] = {}
         self._kept: list[torch.Tensor] = []  # unregistered after a write in doubt: theirs may be the memory it reads
         self._sender: NixlSender | None = NixlSender(
-            agent, self.name, timeout_s=self._settings.timeout_s, place=self._place
+            agent,
+            self.name,
+            timeout_s=self._settings.timeout_s,
+            connect_timeout_s=self._settings.connect_timeout_s,
+            place=self._place,
         )
         # UCX copies with the thread's CUDA context, which a new thread has not
         prepare = partial(torch.cuda.set_device, self._place.device) if self._settings.device == "cuda" else None
@@ -141,11 +160,11 @@ class NixlEndpoint:
     def publish(self, region: Region) -> RegionKey:
         key = self._regions.key(self.name, region)
         metadata = self._running().get_partial_agent_metadata(self._registered[region], True, [BACKEND])
-        return RegionKey(join_key(self.name, self._place, metadata), key.address, key.length)
+        return RegionKey(str(NixlKey(self.name, self._port, self._place, metadata)), key.address, key.length)
 
     def write(self, key: RegionKey, pieces: Sequence[Piece], lane: Lane = Lane.BULK) -> Transfer:
         self._running()
-        split_key(key.endpoint)
+        parse_key(key.endpoint)
         return self._writes.start(key, pieces, lane, self._regions.regions)
 
     async def close(self) -> None:

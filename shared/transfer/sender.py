@@ -11,13 +11,13 @@ bytes left in a socket, so only a batch that never reached the engine counts as 
 
 from __future__ import annotations
 
-import socket
 import time
 from typing import Final, Protocol
 
 from stagemesh.shared.errors import PeerLost, Retryable, StagemeshError
 from stagemesh.shared.transfer.base import Lane
 from stagemesh.shared.transfer.batches import Batch
+from stagemesh.shared.transfer.reach import connect
 from stagemesh.shared.transfer.writes import Failure
 
 PENDING: Final = 0
@@ -152,7 +152,4 @@ class Sender:
         The engine's own probe is no use: it waits a minute for a process that is stopped.
         """
         host, _, port = address.rpartition(":")
-        try:
-            socket.create_connection((host, int(port)), self._connect_timeout_s).close()
-        except OSError as error:
-            raise PeerLost(f"transfer endpoint {address} cannot be reached: {error}") from error
+        connect(host, int(port), self._connect_timeout_s)

@@ -103,6 +103,12 @@ class Writes:
             end = partial(transfer.batch_done, batch.num_bytes)
         else:
             transfer.stop()  # now, not when the loop gets to it
-            end = partial(transfer.batch_failed, failure.error, proven=failure.proven)
+            end = partial(transfer.batch_failed, bare(failure.error), proven=failure.proven)
         with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             loop.call_soon_threadsafe(end)
+
+
+def bare(error: StagemeshError) -> StagemeshError:
+    """Without its history: the frames there would keep the library alive for as long as somebody keeps the error."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

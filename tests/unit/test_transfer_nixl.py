@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +14,17 @@ import torch
 from stagemesh.shared.config import TransferSection
 from stagemesh.shared.errors import PeerLost, ProtocolViolation, Rejected, Retryable, StagemeshError
 from stagemesh.shared.obs.log import configure
-from stagemesh.shared.transfer import nixl_sender
+from stagemesh.shared.transfer import nixl_peers
 from stagemesh.shared.transfer.backends import open_endpoint
 from stagemesh.shared.transfer.base import Lane
 from stagemesh.shared.transfer.batches import Batch
 from stagemesh.shared.transfer.nixl import NixlEndpoint, NixlSettings, create_agent
-from stagemesh.shared.transfer.nixl_sender import NixlSender, Place, join_key, split_key
+from stagemesh.shared.transfer.nixl_agent import NixlKey, Place, parse_key
+from stagemesh.shared.transfer.nixl_sender import NixlSender
 from stagemesh.shared.transfer.writes import Failure
 
 BATCH = Batch([1], [2], [3], 3)
-KEY = join_key("peer", Place(), b"peer")
+KEY = str(NixlKey("peer", 0, Place(), b"peer"))
 
 
 class nixlRemoteDisconnectError(Exception):  # noqa: N801 - it is known by this name
@@ -89,9 +91,13 @@ def agent() -> ScriptedAgent:
     return ScriptedAgent()
 
 
+def make_sender(agent: ScriptedAgent, place: Place | None = None) -> NixlSender:
+    return NixlSender(agent, "own", timeout_s=0.01, connect_timeout_s=2.0, place=place or Place())
+
+
 @pytest.fixture
 def sender(agent: ScriptedAgent) -> NixlSender:
-    return NixlSender(agent, "own", timeout_s=0.01, place=Place())
+    return make_sender(agent)
 
 
 def test_a_peer_is_met_once_and_a_handle_is_always_released(agent: ScriptedAgent, sender: NixlSender) -> None:
@@ -142,51 +148,71 @@ def test_a_peer_that_is_not_there_is_tried_again_but_not_at_once(
         assert failure.proven
     assert agent.asked.count("add") == 1
     agent.meet = lambda: None
-    monkeypatch.setattr(nixl_sender, "AGAIN_AFTER_S", 0.0)
+    monkeypatch.setattr(nixl_peers, "AGAIN_AFTER_S", 0.0)
     assert sender.send(KEY, BATCH, Lane.BULK) is None
 
 
 def test_metadata_of_another_peer_is_refused(agent: ScriptedAgent, sender: NixlSender) -> None:
-    failure = failure_of(sender.send(join_key("peer", Place(), b"other"), BATCH, Lane.BULK))
+    failure = failure_of(sender.send(str(NixlKey("peer", 0, Place(), b"other")), BATCH, Lane.BULK))
     assert isinstance(failure.error, ProtocolViolation)
     assert failure.proven
     assert "post" not in agent.asked
 
 
 def test_memory_is_described_where_it_is_on_each_side(agent: ScriptedAgent) -> None:
-    sender = NixlSender(agent, "own", timeout_s=0.01, place=Place("VRAM", 1))
-    assert sender.send(join_key("peer", Place("VRAM", 2), b"peer"), BATCH, Lane.BULK) is None
+    sender = make_sender(agent, Place("VRAM", 1))
+    assert sender.send(str(NixlKey("peer", 0, Place("VRAM", 2), b"peer")), BATCH, Lane.BULK) is None
     assert sender.send(KEY, BATCH, Lane.BULK) is None
     here = ("VRAM", [(1, 3, 1)])
     assert agent.described == [here, ("VRAM", [(2, 3, 2)]), here, ("DRAM", [(2, 3, 0)])]
 
 
 @pytest.mark.parametrize("place", [Place(), Place("VRAM", 7)], ids=str)
-def test_a_key_carries_name_place_and_metadata(place: Place) -> None:
-    for name in ("127.0.0.1#ab", "::1#ab"):
-        assert split_key(join_key(name, place, b"\x00\xffmeta")) == (name, place, b"\x00\xffmeta")
+def test_a_key_carries_what_peers_need(place: Place) -> None:
+    for host in ("127.0.0.1", "::1"):
+        key = NixlKey(f"{host}#ab", 1234, place, b"\x00\xffmeta")
+        assert parse_key(str(key)) == key
+        assert key.host == host
 
 
-@pytest.mark.parametrize(
-    "endpoint",
-    [
-        "",
-        "name",
-        "name:",
-        "a:DRAM0:",
-        ":DRAM0:bWV0YQ==",
-        "a:DRAM0:no base64",
-        "127.0.0.1:1#0",
-        "a:bWV0YQ==",
-        "a:FILE0:bWV0YQ==",
-        "a:VRAM:bWV0YQ==",
-        "a:VRAM-1:bWV0YQ==",
-        "a:VRAM12345:bWV0YQ==",
-    ],
-)
+WRONG = ("a:1:DRAM0:", ":1:DRAM0:bWV0YQ==", "a:1:DRAM0:no base64", "127.0.0.1:1#0", "a:bWV0YQ==", "a:DRAM0:bWV0YQ==")
+WRONG_PARTS = ("a:1:FILE0:bWV0YQ==", "a:1:VRAM:bWV0YQ==", "a:1:VRAM-1:bWV0YQ==", "a:1:VRAM123456:bWV0YQ==")
+WRONG_PORTS = ("a::DRAM0:bWV0YQ==", "a:x:DRAM0:bWV0YQ==", "a:70000:DRAM0:bWV0YQ==")
+
+
+@pytest.mark.parametrize("endpoint", ["", "name", "name:", *WRONG, *WRONG_PARTS, *WRONG_PORTS])
 def test_a_key_that_is_none_is_refused(endpoint: str) -> None:
     with pytest.raises(ProtocolViolation, match="not a NIXL endpoint"):
-        split_key(endpoint)
+        parse_key(endpoint)
+
+
+def test_a_peer_that_does_not_listen_is_never_shown_to_the_library(agent: ScriptedAgent, sender: NixlSender) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        name = "127.0.0.1#a"
+        assert sender.send(str(NixlKey(name, port, Place(), name.encode())), BATCH, Lane.BULK) is None
+    for _ in range(2):
+        failure = failure_of(sender.send(str(NixlKey("127.0.0.1#b", port, Place(), b"127.0.0.1#b")), BATCH, Lane.BULK))
+        assert isinstance(failure.error, PeerLost)
+        assert failure.proven
+    assert agent.asked.count("add") == 1
+
+
+def test_a_broken_peer_that_is_gone_is_forgotten(agent: ScriptedAgent, sender: NixlSender) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        key = str(NixlKey("127.0.0.1#a", listener.getsockname()[1], Place(), b"127.0.0.1#a"))
+        agent.post = raising(nixlRemoteDisconnectError())
+        assert not failure_of(sender.send(key, BATCH, Lane.BULK)).proven
+    assert "remove" not in agent.asked
+    assert failure_of(sender.send(key, BATCH, Lane.BULK)).proven
+    assert agent.asked.count("remove") == 1
+
+
+def test_peers_are_bounded(agent: ScriptedAgent, sender: NixlSender, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_peers, "MAX_PEERS", 2)
+    for name in ("a", "b", "c", "a"):
+        assert sender.send(str(NixlKey(name, 0, Place(), name.encode())), BATCH, Lane.BULK) is None
+    assert (agent.asked.count("add"), agent.asked.count("remove")) == (4, 2)
 
 
 def test_a_loopback_host_stays_on_loopback() -> None:
