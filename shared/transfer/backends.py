@@ -55,12 +55,15 @@ def open_mooncake(section: TransferSection, device: str, log: Log) -> Endpoint:
 def open_nixl(section: TransferSection, device: str, log: Log) -> Endpoint:
     from stagemesh.shared.transfer.nixl import NixlEndpoint, NixlSettings
 
-    on_gpu = device == "cuda"
+    if device == "cpu":
+        max_batch_bytes = min(section.max_batch_bytes, NIXL_MAX_BATCH_BYTES)
+    else:
+        max_batch_bytes = section.max_batch_bytes if section.protocol == "tcp" else INTRANODE_BATCH_BYTES
     settings = NixlSettings(
         host=section.host,
         device=device,
         protocol=section.protocol,
-        max_batch_bytes=section.max_batch_bytes if on_gpu else min(section.max_batch_bytes, NIXL_MAX_BATCH_BYTES),
+        max_batch_bytes=max_batch_bytes,
         max_batch_pieces=section.max_batch_pieces,
         num_bulk_threads=section.io_threads,
     )

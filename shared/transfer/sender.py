@@ -11,6 +11,7 @@ bytes left in a socket, so only a batch that never reached the engine counts as 
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Final, Protocol
 

@@ -82,9 +82,9 @@ class Writer:
         return self._endpoint.write(self._key, pieces)
 
     async def measure(self, length: int, count: int, byte: int) -> float:
-        """The median seconds of a write, from the call to the loop's turn that knows of its end."""
-        self._memory.fill_(byte)
-        torch.cuda.synchronize()
+        """The median seconds of a write, from the call to the loop's turn that knows of its end. Only the last one
+        writes `byte`, so that the target sees whether it was done."""
+        self._fill(0)
         times: list[float] = []
         until = time.perf_counter() + ROW_S
         await self.write(length, count).wait()
@@ -92,7 +92,13 @@ class Writer:
             start = time.perf_counter()
             await self.write(length, count).wait()
             times.append(time.perf_counter() - start)
+        self._fill(byte)
+        await self.write(length, count).wait()
         return statistics.median(times)
+
+    def _fill(self, byte: int) -> None:
+        self._memory.fill_(byte)
+        torch.cuda.synchronize()
 
     async def until_it_fails(self) -> float:
         """When (by the clock) a write failed, while they went on one after the other; 0 if none does in time."""

@@ -91,8 +91,8 @@ def agent() -> ScriptedAgent:
     return ScriptedAgent()
 
 
-def make_sender(agent: ScriptedAgent, place: Place | None = None) -> NixlSender:
-    return NixlSender(agent, "own", timeout_s=0.01, connect_timeout_s=2.0, place=place or Place())
+def make_sender(agent: ScriptedAgent, place: Place | None = None, timeout_s: float = 60.0) -> NixlSender:
+    return NixlSender(agent, "own", timeout_s=timeout_s, connect_timeout_s=2.0, place=place or Place())
 
 
 @pytest.fixture
@@ -128,11 +128,9 @@ def test_what_was_never_posted_is_proven_to_be_over(agent: ScriptedAgent, sender
 
 
 @pytest.mark.parametrize("end", ["PROC", "ERR"])
-def test_a_write_that_does_not_end_or_ends_wrong_is_in_doubt(
-    agent: ScriptedAgent, sender: NixlSender, end: str
-) -> None:
+def test_a_write_that_does_not_end_or_ends_wrong_is_in_doubt(agent: ScriptedAgent, end: str) -> None:
     agent.post = lambda: end
-    failure = failure_of(sender.send(KEY, BATCH, Lane.BULK))
+    failure = failure_of(make_sender(agent, timeout_s=0.01).send(KEY, BATCH, Lane.BULK))
     assert isinstance(failure.error, Retryable)
     assert not failure.proven
     assert agent.asked[-1] == "release"
