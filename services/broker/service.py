@@ -108,6 +108,9 @@ class BrokerService:
         decode = self._members.of_role(ref_from_pb(request.decode), Role.DECODE)
         if (difference := mismatch(prefill.manifest, decode.manifest)) is not None:
             raise Rejected("manifest", f"{prefill.ref} and {decode.ref} do not fit: {difference}")
+        limit = decode.manifest.num_pages * decode.manifest.page_size
+        if not 1 <= request.prompt_tokens <= limit:
+            raise Rejected("prompt_tokens", f"must be 1..{limit} ({decode.ref}'s pages), got {request.prompt_tokens}")
         ref = RequestRef(request.request_id, request.attempt)
         ticket = self._tickets.open(ref, prefill, decode, request.prompt_tokens, request.max_tokens, request.router)
         return broker_pb2.OpenTicketReply(ticket_id=ticket.ticket_id)

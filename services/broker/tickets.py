@@ -95,8 +95,10 @@ class Ticket:
         """The first leg with a page that no writer has reported, or an empty string."""
         for leg in self.legs:
             spans = self.outcomes[leg.writer].spans
-            written = {page for s in spans if s.target == leg.target for page in range(s.first, s.last)}
-            if written != set(range(self.num_pages)):
+            written = 0  # pages from the first on
+            for first, last in sorted((span.first, span.last) for span in spans if span.target == leg.target):
+                written = max(written, last) if first <= written else written
+            if written != self.num_pages:
                 return f"stage {leg.writer} has not written all pages to stage {leg.target}"
         return ""
 

@@ -14,9 +14,10 @@ from stagemesh.shared.codec.mesh import request_from_pb
 from stagemesh.shared.core.commands import Ints, RowLogprobs
 from stagemesh.shared.core.directory import InstanceLoad
 from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.core.sampling import MAX_TOKENS
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 from stagemesh.shared.engine.schedule.describe import describe_decode
-from stagemesh.shared.engine.schedule.output import SequenceEnd
+from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.engine.schedule.waiting import waiting
 from stagemesh.shared.errors import Cancelled, ProtocolViolation, Rejected, StagemeshError
 from stagemesh.shared.obs import metrics
@@ -62,9 +63,16 @@ class DecodeHead(Head):
     def on_submit(self, submit: instance_pb2.SessionUp.Submit) -> None:
         if not (math.isfinite(submit.waited_s) and submit.waited_s >= 0):
             raise ProtocolViolation(f"a request has waited for 0 s or more, not {submit.waited_s}")
+        request, sampling = request_from_pb(submit.request), sampling_from_pb(submit.sampling)
+        error = sampling.flaw(self._context.vocab_size) or self._scheduler.conflict(submit.ticket_id)
+        if error is None and not 1 <= submit.prompt_tokens <= MAX_TOKENS:
+            error = f"prompt_tokens: must be 1..{MAX_TOKENS}, got {submit.prompt_tokens}"
+        if error is not None:
+            self._sessions.deliver([SequenceOutput(request, end=SequenceEnd.REJECTED, error=error)])
+            return
         self._scheduler.submit(
-            request_from_pb(submit.request),
-            sampling_from_pb(submit.sampling),
+            request,
+            sampling,
             submit.prompt_tokens,
             submit.ticket_id,
             priority=submit.priority,

@@ -55,6 +55,9 @@ class PrefillHead(Head):
     def on_submit(self, submit: instance_pb2.SessionUp.Submit) -> None:
         request, sampling = request_from_pb(submit.request), sampling_from_pb(submit.sampling)
         tokens = to_array(submit.token_ids)
+        if (error := sampling.flaw(self._context.vocab_size) or self._scheduler.conflict(submit.ticket_id)) is not None:
+            self._sessions.deliver([SequenceOutput(request, end=SequenceEnd.REJECTED, error=error)])
+            return
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._context.vocab_size:
             error = f"token_ids: must be in 0..{self._context.vocab_size - 1}"
             self._sessions.deliver([SequenceOutput(request, end=SequenceEnd.REJECTED, error=error)])

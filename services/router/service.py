@@ -60,6 +60,7 @@ class RouterService:
         self._notifier.status("loading the tokenizer")
         source = await asyncio.to_thread(open_model, self._config.model.spec)
         tokenizer = await asyncio.to_thread(source.tokenizer)
+        await asyncio.to_thread(tokenizer.start)
         broker = await stack.enter_async_context(Client(self._config.broker.listen, BROKER, dial=self._dial))
         name = f"router-{os.getpid()}"
         self._mesh = mesh = MeshView(

@@ -15,7 +15,7 @@ import msgspec
 
 from stagemesh.shared.bench.records import RequestRecord
 from stagemesh.shared.bench.workload import Workload
-from stagemesh.shared.errors import PeerLost
+from stagemesh.shared.errors import PeerLost, ProtocolViolation
 from stagemesh.shared.security.client_files import ClientFiles
 
 LENGTH_BYTES: Final = 4
@@ -71,11 +71,14 @@ def to_bytes(frame: Frame) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Frame:
-    """Raises PeerLost if the pipe has ended."""
+    """Raises PeerLost if the pipe has ended, ProtocolViolation for what is no frame."""
     try:
         length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
         data = await reader.readexactly(length)
     except asyncio.IncompleteReadError:
         raise PeerLost("the other end of the benchmark has gone") from None
-    frame: Frame = _DECODER.decode(data)
+    try:
+        frame: Frame = _DECODER.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolViolation(f"no frame of a benchmark: {error}") from None
     return frame

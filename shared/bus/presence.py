@@ -7,6 +7,7 @@ from enum import Enum
 import msgspec
 
 from stagemesh.shared.bus.base import Bus
+from stagemesh.shared.errors import ProtocolViolation
 
 
 class PresenceEvent(Enum):
@@ -35,5 +36,8 @@ def announce(bus: Bus, presence: Presence) -> None:
 
 
 def read_presence(payload: bytes) -> Presence:
-    """Raises msgspec.DecodeError for anything else."""
-    return msgspec.json.decode(payload, type=Presence)
+    """Raises ProtocolViolation for anything else."""
+    try:
+        return msgspec.json.decode(payload, type=Presence)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolViolation(f"no presence: {error}") from None

@@ -98,6 +98,6 @@ async def _ask(name: str, address: str) -> ProcessDump:
     try:
         async with Client(address, INSPECT, dial=dial) as client:
             reply = await client.call("Dump", inspect_pb2.DumpRequest(), timeout_s=ANSWER_TIMEOUT_S)
+        return ProcessDump(name, address, tuple(decode_entries(reply.entries)))
     except StagemeshError as error:
         return _silent(name, address, str(error))
-    return ProcessDump(name, address, tuple(decode_entries(reply.entries)))

@@ -56,11 +56,11 @@ def trace(
     window_ms: Annotated[int, typer.Option(help="Milliseconds that the picture shows.", min=1)] = 1000,
 ) -> None:
     """Prints a picture of the busiest window, and how often things ran at the same time."""
-    from stagemesh.shared.obs.timeline import overlaps, picture
+    from stagemesh.shared.obs.timeline import overlaps, picture, read_spans
     from stagemesh.shared.runtime.loop import run
 
     replies = run(_ask_all(router, "Trace"))
-    spans = sorted((s for r in replies.values() for s in json.loads(r.spans)), key=lambda span: span["start_ns"])
+    spans = sorted((s for r in replies.values() for s in read_spans(r.spans)), key=lambda span: span["start_ns"])
     if as_json:
         print(json.dumps(spans))
         return

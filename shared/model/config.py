@@ -11,11 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from stagemesh.shared.errors import Rejected
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+MAX_INTEGER: Final = (1 << 31) - 1  # of a size, or a token id: beyond what any of them can be
+MAX_LAYERS: Final = 4096
+MAX_EXPERTS: Final = 4096  # of a layer
+MAX_NUMBER: Final = 1e30
+MAX_SHOWN: Final = 300  # characters of what is wrong, in a complaint
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,9 @@ class ModelConfig:
 
     def check(self, source: Path) -> ModelConfig:
         """Itself, if the sizes fit together. Raises Rejected naming `source`."""
-        if self.num_heads % self.num_kv_heads:
+        if self.num_layers > MAX_LAYERS:
+            problem = f"{self.num_layers} layers are more than {MAX_LAYERS}"
+        elif self.num_heads % self.num_kv_heads:
             problem = f"{self.num_heads} heads are no multiple of {self.num_kv_heads} kv heads"
         elif self.head_dim % 2:
             problem = f"head_dim {self.head_dim} is odd, so it has no rotary pairs"
@@ -110,11 +117,26 @@ class ModelConfig:
             problem = f"rope scaling: {len(scaling.factors)} factors for {self.head_dim // 2} frequencies"
         elif scaling and scaling.beta_fast <= scaling.beta_slow:
             problem = "rope scaling: beta_fast must be above beta_slow"
-        elif (experts := self.experts) and experts.per_token > experts.count:
+        elif (experts := self.experts) and experts.count > MAX_EXPERTS:
+            problem = f"{experts.count} experts are more than {MAX_EXPERTS}"
+        elif experts and experts.per_token > experts.count:
             problem = f"{experts.per_token} experts a token, of {experts.count}"
         else:
             return self
         raise Rejected("model", f"{source}: {problem}")
+
+
+def shown(value: object) -> str:
+    """A wrong value as a complaint shows it."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # too many digits, or levels
+        return f"a {type(value).__name__} that is too large to show"
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,40 +147,42 @@ class Settings:
     values: Mapping[str, Any]
 
     def complaint(self, key: str, problem: str) -> Rejected:
-        return Rejected("model", f"{self.source}: {key}: {problem}")
+        return Rejected("model", f"{self.source}: {key}: {shortened(problem)}")
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer; absent or null means `default`, which is an error if None."""
+        """An integer in 1..MAX_INTEGER; absent or null means `default`, which is an error if None."""
         value = self._present(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.complaint(key, f"must be a positive integer, got {value!r}")
+            raise self.complaint(key, f"must be a positive integer, got {shown(value)}")
+        if value > MAX_INTEGER:
+            raise self.complaint(key, f"must be at most {MAX_INTEGER}, got {shown(value)}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive finite number; absent or null means `default`, which is an error if None."""
         value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self.complaint(key, f"must be a positive number, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+            raise self.complaint(key, f"must be a positive number, got {shown(value)}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._present(key, default)
         if not isinstance(value, bool):
-            raise self.complaint(key, f"must be true or false, got {value!r}")
+            raise self.complaint(key, f"must be true or false, got {shown(value)}")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self._present(key, default)
         if not isinstance(value, str):
-            raise self.complaint(key, f"must be a string, got {value!r}")
+            raise self.complaint(key, f"must be a string, got {shown(value)}")
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         """One token id, a list of them, or none."""
         value = self.values.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
-            raise self.complaint(key, f"must be a token id or a list of them, got {value!r}")
+        if not all(type(item) is int and 0 <= item <= MAX_INTEGER for item in ids):
+            raise self.complaint(key, f"must be a token id or a list of them, got {shown(value)}")
         return tuple(ids)
 
     def _present(self, key: str, default: object) -> object:

@@ -6,11 +6,21 @@ import math
 import struct
 from typing import Final
 
-from stagemesh.shared.model.config import Experts, ModelConfig, RopeScaling, Settings
+from stagemesh.shared.errors import Rejected
+from stagemesh.shared.model.config import (
+    MAX_INTEGER,
+    MAX_NUMBER,
+    Experts,
+    ModelConfig,
+    RopeScaling,
+    Settings,
+    shown,
+)
 from stagemesh.shared.model.gguf_file import GgufFile
 
 ARCHITECTURES: Final = {name: name for name in ("llama", "mistral", "qwen2", "qwen3")} | {"qwen3moe": "qwen3_moe"}
 """The files' names of architectures, and ours; a llama with experts is a mixtral."""
+MAX_FREQUENCIES: Final = 1 << 16
 
 
 def from_gguf(file: GgufFile) -> ModelConfig:
@@ -67,14 +77,23 @@ def _experts(settings: Settings, written: str) -> Experts | None:
 def _vocab_size(file: GgufFile, settings: Settings, prefix: str) -> int:
     """The rows of the embedding; the metadata may be older than they are."""
     embedding = file.tensors.get("token_embd.weight")
-    return settings.integer(prefix + "vocab_size") if embedding is None else embedding.shape[0]
+    if embedding is None:
+        return settings.integer(prefix + "vocab_size")
+    if len(embedding.shape) != 2 or not 1 <= embedding.shape[0] <= MAX_INTEGER:
+        raise Rejected("model", f"{file.path}: tensor token_embd.weight has the shape {shown(list(embedding.shape))}")
+    return embedding.shape[0]
 
 
 def _rope_scaling(file: GgufFile, settings: Settings, prefix: str) -> RopeScaling | None:
     kind = settings.text(prefix + "rope.scaling.type", "none")
     if (info := file.tensors.get("rope_freqs.weight")) is not None:
+        if len(info.shape) != 1 or not 1 <= info.shape[0] <= MAX_FREQUENCIES:
+            raise Rejected("model", f"{file.path}: tensor rope_freqs.weight has the shape {shown(list(info.shape))}")
         layout = struct.Struct(f"<{info.shape[0]}f")  # always float32
-        return RopeScaling("factors", factors=layout.unpack(file.tensor_bytes(info, layout.size)))
+        factors = layout.unpack(file.tensor_bytes(info, layout.size))
+        if not all(0 < factor <= MAX_NUMBER for factor in factors):
+            raise Rejected("model", f"{file.path}: tensor rope_freqs.weight must hold positive numbers")
+        return RopeScaling("factors", factors=factors)
     if kind == "none":
         return None
     if kind == "linear":

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagemesh.shared.errors import Rejected
+from stagemesh.shared.model.config import shown
 
 SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 DEFAULT_ALIGNMENT: Final = 32  # bytes
+MAX_ALIGNMENT: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +56,24 @@ class GgufFile:
         self._at = 0
         try:
             self._metadata, self.tensors = self._parse()
-        except (struct.error, UnicodeDecodeError, KeyError, OverflowError, IndexError) as error:
+        except (struct.error, UnicodeDecodeError, KeyError, OverflowError, IndexError, RecursionError) as error:
             raise Rejected("model", f"{path}: the header is truncated or damaged at byte {self._at}") from error
-        alignment = int(self.get("general.alignment", DEFAULT_ALIGNMENT))
+        alignment = self.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT:
+            raise Rejected("model", f"{path}: general.alignment must be in 1..{MAX_ALIGNMENT}, got {shown(alignment)}")
         self.header_bytes = self._at
         self.data_start = -(-self._at // alignment) * alignment
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`: a scalar, a str, or a list; `default` if the file has none."""
+        """The value of `key`: a scalar, a str, or a list; `default` if the file has none. Raises Rejected for an array
+        of strings that are none."""
         value = self._metadata.get(key, default)
-        return list(self._decode(value)) if isinstance(value, _Strings) else value
+        if not isinstance(value, _Strings):
+            return value
+        try:
+            return list(self._decode(value))
+        except UnicodeDecodeError as error:
+            raise Rejected("model", f"{self.path}: {key}: must be UTF-8 ({error})") from error
 
     def tensor_bytes(self, info: TensorInfo, count: int) -> memoryview:
         """The first `count` bytes of a tensor, in place. Raises Rejected where the file ends before."""

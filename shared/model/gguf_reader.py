@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Final
 
 import numpy as np
@@ -78,7 +79,7 @@ class GgufReader:
         if info.shape[-1] % block:
             raise self._complaint(info, f"has rows of {info.shape[-1]}, no multiple of {kind.name}'s {block}")
         row_bytes = info.shape[-1] // block * block_bytes
-        raw = self._file.tensor_bytes(info, torch.Size(info.shape[:-1]).numel() * row_bytes)
+        raw = self._file.tensor_bytes(info, prod(info.shape[:-1]) * row_bytes)
         rows = np.frombuffer(raw, np.uint8).reshape(*info.shape[:-1], row_bytes)
         try:
             values: np.ndarray = dequantize(rows if expert is None else rows[expert], kind)

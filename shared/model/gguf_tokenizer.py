@@ -14,9 +14,11 @@ from tokenizers import Tokenizer as Backend
 
 from stagemesh.shared.errors import Rejected
 from stagemesh.shared.model.gguf_file import GgufFile
+from stagemesh.shared.model.gguf_vocab import NORMAL, GgufSettings, GgufVocab
 from stagemesh.shared.model.tokenizer import Tokenizer
+from stagemesh.shared.model.tokenizer_errors import tokenizer_errors
 
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # token types
+CONTROL, USER_DEFINED = 3, 4  # token types, beside NORMAL
 SPACE: Final = "\u2581"
 SPECIAL_IDS: Final = {
     "bos_token": "bos_token_id",
@@ -45,49 +47,42 @@ SAME_CUT: Final = {"gpt2": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bp
 
 
 def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
-    """Raises Rejected if the file has no tokenizer, or one of a kind that is not supported."""
-    kind = file.get("tokenizer.ggml.model")
-    tokens: list[str] | None = file.get("tokenizer.ggml.tokens")
-    if kind is None or tokens is None:
+    """Raises Rejected if the file has no tokenizer, or one of a kind that is not supported, or that is damaged."""
+    if file.get("tokenizer.ggml.model") is None:
         raise Rejected("model", f"{file.path}: has no tokenizer")
-    if kind == "gpt2":
-        backend = _byte_level(file, tokens)
-    elif kind == "llama":
-        backend = _sentencepiece(file, tokens)
-    else:
-        raise Rejected("model", f"{file.path}: tokenizer.ggml.model: {kind!r} is not supported, only gpt2 and llama")
-    special = {name: tokens[token_id] for name, token_id in _special_ids(file, len(tokens)).items()}
-    _add_tokens(backend, tokens, file.get("tokenizer.ggml.token_type", []))
-    if file.get("tokenizer.ggml.add_bos_token", _adds_bos(file)) and (bos := special.get("bos_token")):
-        backend.post_processor = _with_bos(backend, bos)
-    return Tokenizer(backend, special, file.get("tokenizer.chat_template"))
+    settings = GgufSettings(file)
+    kind = settings.text("model")
+    if kind not in ("gpt2", "llama"):
+        raise settings.complaint("model", f"{kind!r} is not supported, only gpt2 and llama")
+    vocab = settings.vocab()
+    special = {name: vocab.tokens[token_id] for name, token_id in _special_ids(settings, len(vocab.tokens)).items()}
+    with tokenizer_errors("model", f"{file.path}: its tokenizer cannot be built"):
+        backend = _byte_level(settings, vocab) if kind == "gpt2" else _sentencepiece(settings, vocab)
+        _add_tokens(backend, vocab)
+        adds_bos = kind == "llama" or _cut_name(settings) == "llama-bpe"  # what holds for files too old to say
+        if settings.flag("add_bos_token", adds_bos) and (bos := special.get("bos_token")):
+            backend.post_processor = _with_bos(backend, bos)
+    return Tokenizer(backend, special, settings.template())
 
 
-def _special_ids(file: GgufFile, num_tokens: int) -> dict[str, int]:
-    ids = {name: file.get(f"tokenizer.ggml.{key}") for name, key in SPECIAL_IDS.items()}
+def _special_ids(settings: GgufSettings, num_tokens: int) -> dict[str, int]:
+    """Those that are among the tokens: some files have others."""
+    ids = {name: settings.token_id(key) for name, key in SPECIAL_IDS.items()}
     return {name: token_id for name, token_id in ids.items() if token_id is not None and token_id < num_tokens}
 
 
-def _adds_bos(file: GgufFile) -> bool:
-    """What holds for files too old to say."""
-    return file.get("tokenizer.ggml.model") == "llama" or _cut_name(file) == "llama-bpe"
-
-
-def _cut_name(file: GgufFile) -> str:
-    name = str(file.get("tokenizer.ggml.pre"))
+def _cut_name(settings: GgufSettings) -> str:
+    name = settings.text("pre", "None")
     return SAME_CUT.get(name, name)
 
 
-def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Backend:
-    name = _cut_name(file)
+def _byte_level(settings: GgufSettings, vocab: GgufVocab) -> Backend:
+    name = _cut_name(settings)
     if name not in CUTS:
-        raise Rejected("model", f"{file.path}: tokenizer.ggml.pre: {name!r} is not supported, only {', '.join(CUTS)}")
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    merges = [
-        (left, right) for left, _, right in (text.partition(" ") for text in file.get("tokenizer.ggml.merges", []))
-    ]
+        raise settings.complaint("pre", f"{name!r} is not supported, only {', '.join(CUTS)}")
+    merges = [(left, right) for left, _, right in (text.partition(" ") for text in settings.merges())]
     # Llama 3 takes a word that is a token as it is, even if no merges lead there.
-    backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=name == "llama-bpe"))
+    backend = Backend(models.BPE(vocab=vocab.ids, merges=merges, ignore_merges=name == "llama-bpe"))
     backend.pre_tokenizer = pre_tokenizers.Sequence(list(CUTS[name]))
     if name == "qwen2":
         backend.normalizer = normalizers.NFC()
@@ -95,23 +90,18 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Backend:
     return backend
 
 
-def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Backend:
-    scores: list[float] | None = file.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise Rejected("model", f"{file.path}: tokenizer.ggml.scores: must hold one score a token")
-    types = file.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    unknown = file.get("tokenizer.ggml.unknown_token_id")
+def _sentencepiece(settings: GgufSettings, vocab: GgufVocab) -> Backend:
+    unknown = _special_ids(settings, len(vocab.tokens)).get("unk_token")
     backend = Backend(
         models.BPE(
-            vocab=vocab,
-            merges=merges_from_scores(tokens, scores, types),
-            unk_token=None if unknown is None else tokens[unknown],
+            vocab=vocab.ids,
+            merges=merges_from_scores(vocab.tokens, settings.scores(len(vocab.tokens)), vocab.types),
+            unk_token=None if unknown is None else vocab.tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
         )
     )
-    prefixed = file.get("tokenizer.ggml.add_space_prefix", True)
+    prefixed = settings.flag("add_space_prefix", True)
     prefix = [normalizers.Prepend(SPACE)] if prefixed else []
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
@@ -134,10 +124,10 @@ def merges_from_scores(tokens: Sequence[str], scores: Sequence[float], types: Se
     return [(tokens[left], tokens[right]) for _, left, right in sorted(ranked)]
 
 
-def _add_tokens(backend: Backend, tokens: Sequence[str], types: Sequence[int]) -> None:
+def _add_tokens(backend: Backend, vocab: GgufVocab) -> None:
     """Control and user-defined tokens are found whole in a text; the former are no text when decoded."""
     for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
-        chosen = [token for token, its_kind in zip(tokens, types, strict=False) if its_kind == kind]
+        chosen = [token for token, its_kind in zip(vocab.tokens, vocab.types, strict=True) if its_kind == kind]
         added = [AddedToken(token, normalized=False, special=special) for token in chosen]
         (backend.add_special_tokens if special else backend.add_tokens)(added)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagemesh.shared.errors import Rejected
-from stagemesh.shared.model.config import ARCHITECTURES, Experts, ModelConfig, RopeScaling, Settings
+from stagemesh.shared.model.config import ARCHITECTURES, Experts, ModelConfig, RopeScaling, Settings, shown
 
 DEFAULT_WINDOW: Final = 4096  # tokens
 DEFAULT_THETA: Final = {"mixtral": 1e6}
@@ -63,7 +63,7 @@ def read_json(file: Path) -> dict[str, Any]:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise Rejected("model", f"{file}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Rejected("model", f"{file}: is not JSON ({error})") from error
     if not isinstance(values, dict):
         raise Rejected("model", f"{file}: must hold a JSON object")
@@ -75,8 +75,11 @@ def _refuse_what_changes_the_maths(settings: Settings) -> None:
         raise settings.complaint("hidden_act", f"{activation!r} is not supported, only 'silu'")
     if settings.values.get("quantization_config") is not None:
         raise settings.complaint("quantization_config", "quantized safetensors are not supported")
-    if len(kinds := set(settings.values.get("layer_types") or ())) > 1:
-        raise settings.complaint("layer_types", f"layers must all be alike, got {sorted(map(str, kinds))}")
+    kinds = settings.values.get("layer_types") or []
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise settings.complaint("layer_types", f"must be a list of strings, got {shown(kinds)}")
+    if len(set(kinds)) > 1:
+        raise settings.complaint("layer_types", f"layers must all be alike, got {sorted(set(kinds))}")
 
 
 def _rope_settings(settings: Settings) -> Settings:
@@ -84,7 +87,7 @@ def _rope_settings(settings: Settings) -> Settings:
     values = settings.values
     nested = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(nested, dict):
-        raise settings.complaint("rope_parameters", f"must be an object, got {nested!r}")
+        raise settings.complaint("rope_parameters", f"must be an object, got {shown(nested)}")
     merged = {"rope_theta": values.get("rope_theta"), **nested}
     merged["rope_type"] = nested.get("rope_type", nested.get("type", "default"))
     if merged.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1.0:

@@ -12,6 +12,7 @@ from stagemesh.shared.errors import Rejected
 from stagemesh.shared.model.config import ModelConfig
 from stagemesh.shared.model.hf_config import read_json
 from stagemesh.shared.model.tokenizer import Tokenizer
+from stagemesh.shared.model.tokenizer_errors import tokenizer_errors
 
 SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -21,10 +22,8 @@ def tokenizer_from_dir(directory: Path, config: ModelConfig) -> Tokenizer:
     file = directory / "tokenizer.json"
     if not file.is_file():
         raise Rejected("model", f"{file}: is missing, and no other form of tokenizer is supported")
-    try:
+    with tokenizer_errors("model", f"{file}: cannot be used"):
         backend = Backend.from_file(str(file))
-    except Exception as error:  # the library raises no narrower one
-        raise Rejected("model", f"{file}: cannot be used ({error})") from error
     settings_file = directory / "tokenizer_config.json"
     settings = read_json(settings_file) if settings_file.exists() else {}
     return Tokenizer(backend, _special_tokens(settings, backend, config), _chat_template(directory, settings))
@@ -49,9 +48,12 @@ def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     """A file of its own wins over the settings, where it may be one text or a list of named ones."""
     file = directory / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise Rejected("model", f"{file}: cannot be read ({error})") from error
     entry = settings.get("chat_template")
     if isinstance(entry, list):
-        named = {item.get("name"): item.get("template") for item in entry if isinstance(item, dict)}
-        entry = named.get("default")
+        named = [item for item in entry if isinstance(item, dict) and item.get("name") == "default"]
+        entry = named[-1].get("template") if named else None
     return entry if isinstance(entry, str) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,11 +11,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stagemesh.shared.errors import Rejected
+from stagemesh.shared.model.config import shortened, shown
 from stagemesh.shared.model.hf_config import read_json
 from stagemesh.shared.model.weights import Shape
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
+_PLAIN_NAME: Final = re.compile(r"[\w-][\w.-]{0,254}")
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
@@ -28,8 +31,12 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 
 def _weight_map(directory: Path) -> dict[str, str]:
     entries = read_json(directory / INDEX).get("weight_map")
-    if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries.values()):
+    if not isinstance(entries, dict):
         raise Rejected("model", f"{directory / INDEX}: weight_map must map tensor names to file names")
+    for tensor, name in entries.items():
+        if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):  # never a path to somewhere else
+            problem = f"tensor {shortened(tensor)} must lie in a file of this directory, got {shown(name)}"
+            raise Rejected("model", f"{directory / INDEX}: weight_map: {problem}")
     return entries
 
 

@@ -10,6 +10,8 @@ from typing import Final
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
+from stagemesh.shared.model.tokenizer_errors import is_of_tokenizer, tokenizer_errors
+
 REPLACEMENT: Final = "\ufffd"
 
 
@@ -30,7 +32,9 @@ class TextStream:
         self._held.append(token_id)
         try:
             piece = self._stream.step(self._backend, token_id)
-        except Exception:  # the library raises no narrower one
+        except BaseException as error:
+            if not is_of_tokenizer(error):
+                raise
             piece = self._restart()
         if piece is None:
             return ""
@@ -52,4 +56,5 @@ class TextStream:
         return self._text(self._held)
 
     def _text(self, ids: list[int]) -> str:
-        return str(self._backend.decode(ids, skip_special_tokens=self._skip))
+        with tokenizer_errors("model", "its tokenizer cannot decode what it has made"):
+            return str(self._backend.decode(ids, skip_special_tokens=self._skip))

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from tokenizers import Tokenizer as Backend
 
 from stagemesh.shared.errors import Rejected
-from stagemesh.shared.model.chat_template import ChatTemplate
+from stagemesh.shared.model.chat_renderer import ChatRenderer
 from stagemesh.shared.model.text_stream import REPLACEMENT, TextStream
+from stagemesh.shared.model.tokenizer_errors import tokenizer_errors
 
 
 class Tokenizer:
@@ -22,21 +23,29 @@ class Tokenizer:
     """
 
     def __init__(self, backend: Backend, special_tokens: Mapping[str, str], chat_template: str | None) -> None:
-        backend.no_truncation()
-        backend.no_padding()
+        with tokenizer_errors("model", "the tokenizer cannot be used"):
+            backend.no_truncation()
+            backend.no_padding()
         self._backend = backend
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._id_of(special_tokens.get("bos_token"))
         self.eos_token_id = self._id_of(special_tokens.get("eos_token"))
-        self._template = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
+        self._template = None if chat_template is None else ChatRenderer(chat_template, special_tokens)
 
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 
+    def start(self) -> None:
+        """What the first chat would wait for. Raises Rejected if the chat template cannot be compiled."""
+        if self._template is not None:
+            self._template.start()
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the tokens that the model wants around a text if `add_special_tokens`."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Token ids, with the tokens that the model wants around a text if `add_special_tokens`. Raises
+        Rejected("text") for a text that the model's tokenizer cannot take."""
+        with tokenizer_errors("text", "the model's tokenizer fails with it"):
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def apply_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation: messages have a `role` and a `content`. Raises Rejected("messages") if the
@@ -48,7 +57,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; U+FFFD for bytes that are no character. Equal to what a stream gives piece by piece."""
-        text = str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        with tokenizer_errors("model", "its tokenizer cannot decode these ids"):
+            text = str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
         if REPLACEMENT not in text:
             return text
         # One bad byte may cost a whole run of byte tokens here, of which a stream has shown the good ones.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import torch
@@ -137,7 +138,7 @@ def stage_shapes(config: ModelConfig, layers: LayerRange, *, first: bool, last: 
 def weight_bytes(config: ModelConfig, layers: LayerRange, dtype: torch.dtype, *, first: bool, last: bool) -> int:
     """Bytes that the weights of a stage take once loaded."""
     shapes = stage_shapes(config, layers, first=first, last=last)
-    return sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
+    return sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
 
 
 def load_stage(

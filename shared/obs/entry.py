@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from stagemesh.shared.errors import ProtocolViolation
+
 Detail = str | int | float | bool
 
 
@@ -44,5 +46,8 @@ def encode_entries(entries: Sequence[Entry]) -> bytes:
 
 
 def decode_entries(data: bytes) -> list[Entry]:
-    """Raises msgspec.ValidationError for what is no array of entries."""
-    return msgspec.json.decode(data, type=list[Entry])
+    """Raises ProtocolViolation for what is no array of entries."""
+    try:
+        return msgspec.json.decode(data, type=list[Entry])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolViolation(f"no array of entries: {error}") from None

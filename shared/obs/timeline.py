@@ -9,9 +9,30 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+import msgspec
+
+from stagemesh.shared.errors import ProtocolViolation
 
 Span = dict[str, Any]
+ATTRIBUTES: Final = {"forward": ("microbatch", "tokens", "rows"), "issue": ("step", "microbatch"), "result": ("step",)}
+"""By name of a span, those that are read here: all are whole numbers."""
+
+
+def read_spans(data: bytes) -> list[Span]:
+    """The spans of a process, as its tracer dumps them. Raises ProtocolViolation for what is none."""
+    try:
+        spans = msgspec.json.decode(data, type=list[Span])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolViolation(f"no array of spans: {error}") from None
+    for span in spans:
+        whole = ("start_ns", "end_ns", *ATTRIBUTES.get(str(span.get("name")), ()))
+        if not all(isinstance(span.get(key), str) for key in ("name", "process")):
+            raise ProtocolViolation(f"a span without name or process: {span}")
+        if not all(type(span.get(key)) is int for key in whole):
+            raise ProtocolViolation(f"a span needs whole numbers as {', '.join(whole)}: {span}")
+    return spans
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -23,6 +24,8 @@ from stagemesh.shared.rpc.errors import first_of_ours, status_of, trailing_metad
 from stagemesh.shared.rpc.guard import PLAIN_PORT, Callers, Gate, Listening
 from stagemesh.shared.rpc.options import SERVER_OPTIONS
 
+WRITE_LIMIT_S: Final = 2.0
+MAX_DETAILS_BYTES: Final = 2000  # with all escapes below the 8 KiB of trailers beyond which a client gets none of it
 log = Log(logging.getLogger(__name__))
 
 
@@ -90,9 +93,11 @@ def _remove_stale_socket(path: str) -> None:
 def _handler(method: MethodDescriptor, implementation: object) -> Any:
     call = getattr(implementation, method.name)
     kind = "stream" if method.client_streaming else "unary"
-    answer, wrap = ("stream", _streaming) if method.server_streaming else ("unary", _unary)
+    streams = method.server_streaming and not inspect.isasyncgenfunction(call)  # it writes to the context itself
+    answer = "stream" if method.server_streaming else "unary"
+    wrap = _writing if streams else _streaming if method.server_streaming else _unary
     # requests are parsed by us: a message that is none would be an internal error of the library's
-    read = _read_stream if method.client_streaming else _read
+    read = _read_stream if method.client_streaming else read_message
     request = GetMessageClass(method.input_type)
     return getattr(grpc, f"{kind}_{answer}_rpc_method_handler")(
         wrap(call, method.full_name, lambda data: read(request, data)),
@@ -100,7 +105,7 @@ def _handler(method: MethodDescriptor, implementation: object) -> Any:
     )
 
 
-def _read(kind: type[Message], data: bytes) -> Message:
+def read_message(kind: type[Message], data: bytes) -> Message:
     """Raises Rejected for bytes that are no such message."""
     try:
         return kind.FromString(data)
@@ -110,7 +115,7 @@ def _read(kind: type[Message], data: bytes) -> Message:
 
 async def _read_stream(kind: type[Message], stream: AsyncIterator[bytes]) -> AsyncIterator[Message]:
     async for data in stream:
-        yield _read(kind, data)
+        yield read_message(kind, data)
 
 
 def _unary(call: Any, name: str, read: Callable[[Any], Any]) -> Any:
@@ -125,9 +130,6 @@ def _unary(call: Any, name: str, read: Callable[[Any], Any]) -> Any:
 
 
 def _streaming(call: Any, name: str, read: Callable[[Any], Any]) -> Any:
-    if not inspect.isasyncgenfunction(call):
-        return _unary(call, name, read)  # it writes to the context itself
-
     @functools.wraps(call)
     async def handle(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
@@ -139,6 +141,45 @@ def _streaming(call: Any, name: str, read: Callable[[Any], Any]) -> Any:
     return handle
 
 
+def _writing(call: Any, name: str, read: Callable[[Any], Any]) -> Any:
+    @functools.wraps(call)
+    async def handle(request: Any, context: Any) -> None:
+        writes = Writes(context)
+        try:
+            await call(read(request), writes)
+        except Exception as error:
+            await writes.settled()
+            await _abort(context, error, name)
+        else:
+            await writes.settled()
+
+    return handle
+
+
+class Writes:
+    """The context of a handler that writes its answers itself, in a task that may be cancelled.
+
+    gRPC never ends a call whose handler is over while a cancelled write is still under way: its client would wait for
+    ever. So a write goes on when its task does not, and is waited for before the call ends."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._write: asyncio.Future[None] | None = None
+
+    async def write(self, message: Message) -> None:
+        self._write = asyncio.ensure_future(self._context.write(message))
+        await asyncio.shield(self._write)
+
+    def time_remaining(self) -> float | None:
+        remaining_s: float | None = self._context.time_remaining()
+        return remaining_s
+
+    async def settled(self) -> None:
+        """Returns when no write is under way, or a client that reads nothing has had its time."""
+        if self._write is not None:
+            await asyncio.wait([self._write], timeout=WRITE_LIMIT_S)
+
+
 async def _abort(context: Any, error: Exception, name: str) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
@@ -146,4 +187,11 @@ async def _abort(context: Any, error: Exception, name: str) -> None:
     code, details = status_of(error)
     if not isinstance(error, StagemeshError | TimeoutError):
         log.error("a handler failed", error=error, rpc=name)
-    await context.abort(code, details, trailing_metadata_of(error))
+    await context.abort(code, _shortened(details), trailing_metadata_of(error))
+
+
+def _shortened(details: str) -> str:
+    data = details.encode(errors="replace")
+    if len(data) <= MAX_DETAILS_BYTES:
+        return data.decode()
+    return f"{data[:MAX_DETAILS_BYTES].decode(errors='ignore')}... ({len(data)} bytes)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -80,3 +81,68 @@ def test_the_router_hears_whether_a_closed_ticket_is_the_requests_own_fault(lost
     assert end_of(DecodeHead(context(instance_of("d", DECODE)), decode), decode, lost=lost) is end
     prefill = PrefillScheduler(num_pages=8, page_size=4, pp_size=1, chunk_size=8, max_sequences=4, reserve_ahead=1)
     assert end_of(PrefillHead(context(instance_of("p", PREFILL)), prefill), prefill, lost=lost) is end
+
+
+WRONG_SAMPLING = [
+    ("max_tokens", {"max_tokens": 0}),
+    ("max_tokens", {"max_tokens": 1 << 40}),
+    ("temperature", {"temperature": math.nan}),
+    ("temperature", {"temperature": -1.0}),
+    ("top_k", {"top_k": -1}),
+    ("top_p", {"top_p": 0.0}),
+    ("min_p", {"min_p": math.nan}),
+    ("min_tokens", {"min_tokens": -1}),
+    ("logprobs", {"logprobs": 1 << 40}),
+    ("stop_token_ids", {"stop_token_ids": [VOCAB]}),
+]
+
+
+def heads() -> list[Any]:
+    decode = DecodeScheduler(num_pages=8, page_size=4, num_microbatches=1, max_running=4)
+    prefill = PrefillScheduler(num_pages=8, page_size=4, pp_size=1, chunk_size=8, max_sequences=4, reserve_ahead=1)
+    return [
+        DecodeHead(context(instance_of("d", DECODE)), decode),
+        PrefillHead(context(instance_of("p", PREFILL)), prefill),
+    ]
+
+
+def submit_of(name: str, **fields: Any) -> instance_pb2.SessionUp.Submit:
+    sampling = instance_pb2.Sampling(**{"max_tokens": 4, "top_p": 1.0, **fields.pop("sampling", {})})
+    ref = instance_pb2.RequestRef(request_id=name, attempt=1)
+    right = {"token_ids": to_bytes([1, 2]), "prompt_tokens": 2, "ticket_id": "t"}
+    return instance_pb2.SessionUp.Submit(request=ref, sampling=sampling, **{**right, **fields})
+
+
+def refusals(head: Any, *submits: instance_pb2.SessionUp.Submit) -> list[str]:
+    """What a router hears at once."""
+
+    async def run() -> list[str]:
+        heard: list[str] = []
+        head._sessions.deliver = lambda outputs: heard.extend(output.error for output in outputs)
+        for submit in submits:
+            head.on_submit(submit)
+        for submit in submits:
+            head._scheduler.abort(RequestRef(submit.request.request_id, 1))
+        head.check_integrity()
+        return heard
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("field", "sampling"), WRONG_SAMPLING)
+def test_sampling_that_would_break_a_stage_is_refused(field: str, sampling: dict[str, Any]) -> None:
+    for head in heads():
+        (error,) = refusals(head, submit_of("r", sampling=sampling))
+        assert error.startswith(f"{field}: must be ")
+
+
+def test_a_ticket_is_one_requests_alone() -> None:
+    for head in heads():
+        (error,) = refusals(head, submit_of("one"), submit_of("other"))
+        assert error == "ticket_id: 't' is another request's"
+
+
+@pytest.mark.parametrize("fields", [{"prompt_tokens": 0}, {"ticket_id": ""}])
+def test_decode_takes_no_prompt_without_tokens_or_ticket(fields: dict[str, Any]) -> None:
+    (error,) = refusals(heads()[0], submit_of("r", **fields))
+    assert error.startswith(f"{next(iter(fields))}: must ")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
+import grpc
 import pytest
 
 from stagemesh.shared.errors import (
@@ -21,6 +22,7 @@ from stagemesh.shared.errors import (
 from stagemesh.shared.pb import broker_pb2
 from stagemesh.shared.rpc.broker import BROKER, BrokerClient
 from stagemesh.shared.rpc.client import Client
+from stagemesh.shared.rpc.options import MAX_MESSAGE_BYTES
 from stagemesh.shared.rpc.server import Server
 from tests.support.rpc_bench import FILL, LIMIT_S, FakeBroker, run
 
@@ -203,3 +205,31 @@ def test_a_port_that_is_taken_is_rejected() -> None:
 def test_a_socket_that_a_dead_process_has_left_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "s").touch()
     run(tmp_path, lambda broker, client, server: client.call("Fill", FILL, timeout_s=LIMIT_S))
+
+
+@pytest.mark.parametrize("text", ["x", "\u00e9", "\U0001f30a"])
+def test_an_error_with_a_long_text_arrives_shortened(tmp_path: Path, text: str) -> None:
+    """A client would get none of a status that is larger than the trailers that it takes."""
+
+    async def body(broker: FakeBroker, client: Client, server: Server) -> None:
+        broker.on_fill = lambda: fail_with(Rejected("messages", text * 100_000))
+        with pytest.raises(Rejected, match=r"^messages: .*bytes\)$") as caught:
+            await client.call("Fill", FILL, timeout_s=LIMIT_S)
+        assert text * 100 in str(caught.value)
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize("method", ["Fill", "Watch"])
+def test_a_message_over_the_limit_is_refused_with_the_reason(tmp_path: Path, method: str) -> None:
+    async def body(broker: FakeBroker, client: Client, server: Server) -> None:
+        channel = grpc.aio.insecure_channel(client.address)  # one that does not know our limit
+        call = channel.unary_unary(f"/stagemesh.v1.Broker/{method}", request_serializer=bytes)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(bytes(MAX_MESSAGE_BYTES + 1), timeout=LIMIT_S)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert str(MAX_MESSAGE_BYTES) in (caught.value.details() or "")
+        await channel.close()
+        await client.call("Fill", FILL, timeout_s=LIMIT_S)
+
+    run(tmp_path, body)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,3 +120,28 @@ def test_a_stream_that_is_over_takes_no_more(tmp_path: Path) -> None:
             await stream.send(broker_pb2.InstanceReport())
 
     run(tmp_path, body)
+
+
+def test_a_handler_that_fails_while_it_writes_still_ends_its_call(tmp_path: Path) -> None:
+    """gRPC forgets the status of a call whose handler has given up a write: the client would wait for ever."""
+
+    class Broker(FakeBroker):
+        async def Join(self, reports: AsyncIterator[broker_pb2.InstanceReport], context: Any) -> None:  # noqa: N802
+            async with asyncio.TaskGroup() as group:
+                group.create_task(context.write(broker_pb2.DirectoryUpdate(snapshot=True)))
+                async for _ in reports:
+                    raise ProtocolViolation("replaced")
+
+    async def main() -> None:
+        server = Server({BROKER: Broker()})
+        address = await server.start(f"unix:{tmp_path}/s")
+        async with asyncio.timeout(LIMIT_S), Client(address, BROKER) as client:
+            for _ in range(20):
+                stream = client.open("Join")
+                await stream.send(broker_pb2.InstanceReport())
+                with pytest.raises(ProtocolViolation, match="replaced"):
+                    async for _ in stream.receive():
+                        pass
+        await server.stop()
+
+    asyncio.run(main())

@@ -243,3 +243,12 @@ def test_a_ticket_whose_pages_were_taken_back_fails_at_once() -> None:
     book.unreserve(ticket)
     assert sorted(map(str, kinds(book.fail(ticket, "no luck")))) == ["('d', True)", "('p', True)"]
     assert len(book) == 0
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_report_of_four_billion_pages_costs_nothing(first: int) -> None:
+    book = TicketBook("x")
+    ticket = filling(book)
+    book.report(ticket, 1, all_of(ticket, 1))
+    endless = [(target, first, (1 << 32) - 1) for target in (0, 1)] * 3
+    assert "commit" not in kinds(book.report(ticket, 0, WriterOutcome(spans_of(endless))))

@@ -72,6 +72,12 @@ class DecodeScheduler:
 
     # -- events --
 
+    def conflict(self, ticket_id: str) -> str | None:
+        """Why no request may come with that ticket."""
+        if not ticket_id:
+            return "ticket_id: must name the ticket that the KV comes with"
+        return None if self.sequences.of_ticket(ticket_id) is None else f"ticket_id: {ticket_id!r} is another request's"
+
     def submit(
         self,
         request: RequestRef,

@@ -64,6 +64,10 @@ class PrefillScheduler:
 
     # -- events --
 
+    def conflict(self, ticket_id: str) -> str | None:
+        """Why no request may come with that ticket."""
+        return f"ticket_id: {ticket_id!r} is another request's" if ticket_id in self._by_ticket else None
+
     def submit(
         self,
         request: RequestRef,
