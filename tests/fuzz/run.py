@@ -1,7 +1,7 @@
 """Wrong inputs by the hundred thousand, to everything that takes input from outside, and a table of what came of it.
 
-    PYTHONPATH=.ns:. python tests/fuzz/run.py --inputs 200000 [--seed 0] [--target NAME] [--jobs 2]
-    PYTHONPATH=.ns:. python tests/fuzz/run.py --target NAME --index 4711      # one input again
+    python tests/fuzz/run.py --inputs 200000 [--seed 0] [--target NAME] [--jobs 2]
+    python tests/fuzz/run.py --target NAME --index 4711      # one input again
 
 An input is accepted, or refused with a typed error. Anything else is a finding: another exception, an invariant of
 ours, a process that dies, more than a few seconds of CPU time or a gigabyte. Exits with 1 if there is one.
@@ -10,6 +10,7 @@ ours, a process that dies, more than a few seconds of CPU time or a gigabyte. Ex
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,9 +21,12 @@ from pathlib import Path
 
 import msgspec
 
-from tests.fuzz.judge import Finding, Target
-from tests.fuzz.targets import TARGETS
-from tests.fuzz.worker import Progress, read_findings
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / ".ns"), str(ROOT)]
+
+from tests.fuzz.judge import Finding, Target  # noqa: E402
+from tests.fuzz.targets import TARGETS  # noqa: E402
+from tests.fuzz.worker import Progress, read_findings  # noqa: E402
 
 Job = tuple[str, int, int]
 MAX_DEATHS = 50
@@ -110,8 +114,9 @@ class Worker:
     def _start(self) -> subprocess.Popen[bytes]:
         arguments = [str(self._folder), str(self._seed), msgspec.json.encode(self._jobs).decode()]
         command = [sys.executable, "-m", "tests.fuzz.worker", *arguments]
+        environ = {**os.environ, "PYTHONPATH": f"{ROOT / '.ns'}:{ROOT}"}
         with self._said.open("wb") as said:
-            return subprocess.Popen(command, stderr=said)
+            return subprocess.Popen(command, cwd=ROOT, env=environ, stderr=said)
 
     def wait(self) -> None:
         """To the end of the process. If it died of an input, that is a finding, and the next one is started."""
