@@ -105,8 +105,9 @@ class _Child:
             self._process.stdin.flush()
         except BrokenPipeError:
             return None
-        readable, _, _ = select.select([self._process.stdout], [], [], ANSWER_LIMIT_S)
-        line = self._process.stdout.readline() if readable else b""
+        poll = select.poll()  # takes any descriptor, which select does not
+        poll.register(self._process.stdout, select.POLLIN)
+        line = self._process.stdout.readline() if poll.poll(ANSWER_LIMIT_S * 1000) else b""
         reply: dict[str, Any] | None = json.loads(line) if line.endswith(b"\n") else None
         return reply
 

@@ -16,6 +16,7 @@ from stagemesh.shared.codec.commands import command_to_pb
 from stagemesh.shared.core.commands import Command, Ints, Join, RowLogprobs, Step
 from stagemesh.shared.core.directory import mismatch
 from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.core.progress import StageProgress
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.errors import ProtocolViolation, Rejected
 from stagemesh.shared.pb import broker_pb2, inspect_pb2, instance_pb2, mesh_pb2, stage_pb2
@@ -35,6 +36,8 @@ class Listener:
     def on_data_ready(self, step: int, num_tokens: int) -> None: ...
 
     def on_applied(self, number: int) -> None: ...
+
+    def on_pulse(self, progress: StageProgress) -> None: ...
 
     def on_result(self, step: int, token_ids: Ints, logprobs: RowLogprobs) -> None: ...
 
