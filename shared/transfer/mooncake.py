@@ -27,6 +27,7 @@ import torch
 from stagemesh.shared.errors import ProtocolViolation, Rejected, Retryable, StagemeshError
 from stagemesh.shared.transfer.base import Lane, Piece, Region, RegionKey
 from stagemesh.shared.transfer.batches import Batch
+from stagemesh.shared.transfer.capabilities import is_loopback
 from stagemesh.shared.transfer.handle import Transfer
 from stagemesh.shared.transfer.intranode import CudaMapper, IntranodeSender, Mappings, handle_of
 from stagemesh.shared.transfer.listeners import confine_to_loopback, listeners_since, listening_inodes
@@ -211,10 +212,6 @@ class MooncakeEndpoint:
         self._listeners.clear()
         with suppress(OSError):
             socket.create_connection(("127.0.0.1", self._port), self._settings.connect_timeout_s).close()
-
-
-def is_loopback(host: str) -> bool:
-    return host == "localhost" or host.startswith("127.")
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -22,6 +22,7 @@ import torch
 from stagemesh.shared.errors import Rejected, Retryable, StagemeshError
 from stagemesh.shared.transfer.base import Lane, Piece, Region, RegionKey
 from stagemesh.shared.transfer.batches import Batch
+from stagemesh.shared.transfer.capabilities import is_loopback
 from stagemesh.shared.transfer.handle import Transfer
 from stagemesh.shared.transfer.listeners import listeners_since, listening_inodes
 from stagemesh.shared.transfer.nixl_agent import Agent, NixlKey, Place, parse_key
@@ -32,9 +33,10 @@ from stagemesh.shared.transfer.writes import Failure, Writes
 BACKEND: Final = "UCX"
 # by device and protocol. What shared memory segments would add is their leftovers after a kill. TCP is always there: it
 # also makes the connections, and notices when a peer dies.
+COPIES: Final = "self,tcp,cma"
 CUDA_IPC: Final = "self,tcp,cma,cuda_copy,cuda_ipc"
 TRANSPORTS: Final = {
-    "cpu": {"auto": "self,tcp,cma", "tcp": "self,tcp"},
+    "cpu": {"auto": COPIES, "intranode": COPIES, "tcp": "self,tcp"},
     "cuda": {"auto": CUDA_IPC, "intranode": CUDA_IPC, "tcp": "self,tcp,cuda_copy"},
 }
 
@@ -69,11 +71,10 @@ class NixlSettings:
 
     def environment(self) -> dict[str, str]:
         """The library reads these when it is loaded and when an agent is made."""
-        loopback = self.host == "localhost" or self.host.startswith("127.")
         return {
             "UCX_TLS": TRANSPORTS[self.device][self.protocol],
             "UCX_MEMTYPE_CACHE": "n",  # it takes memory for the host's that a GPU's allocator had before UCX was loaded
-            **({"UCX_NET_DEVICES": "lo"} if loopback else {}),
+            **({"UCX_NET_DEVICES": "lo"} if is_loopback(self.host) else {}),
             "UCX_LOG_LEVEL": "FATAL",  # it writes to standard output, and what it says is reported as the write's error
             "NIXL_LOG_LEVEL": "FATAL",
         }

@@ -1,5 +1,5 @@
-"""How fast a transfer backend writes to another process on this host: latency and bandwidth by size and by pieces,
-and what an urgent write costs while a bulk one runs.
+"""How fast each transfer backend writes to another process on this host: latency and bandwidth by size and by pieces,
+and what an urgent write costs while a bulk one runs. Between GPUs: tests/gpu/check_transfer.py.
 
     PYTHONPATH=.ns:. python tests/bench/transfer.py [--backend mooncake|nixl|nixl-tcp] [--max-mib 256]
 """
@@ -15,10 +15,10 @@ import torch
 import uvloop
 
 from stagemesh.shared.transfer.base import FINAL_STATES, Endpoint, Lane, Piece, Region, RegionKey, TransferHandle
-from tests.unit.transfer_target import BETWEEN_PROCESSES, TargetProcess, open_backend
+from tests.unit.transfer_target import BETWEEN_PROCESSES, TargetProcess, capabilities, open_backend
 
 KIB, MIB = 1 << 10, 1 << 20
-BATCH_BYTES = {"mooncake": 16 * MIB, "nixl": 4 * MIB, "nixl-tcp": 4 * MIB}  # what a mesh uses
+BATCH_BYTES = 16 * MIB  # what a mesh asks for
 
 
 def cpu_s() -> float:
@@ -61,7 +61,7 @@ class TransferBench:
 
 
 async def bench(backend: str, key: RegionKey, max_bytes: int) -> None:
-    endpoint = open_backend(backend, BATCH_BYTES[backend])
+    endpoint = open_backend(backend, capabilities(backend).batch_bytes(BATCH_BYTES))
     region = endpoint.register(torch.ones(max_bytes, dtype=torch.uint8))
     subject = TransferBench(endpoint, region, key)
     for lane in Lane:
@@ -92,15 +92,17 @@ async def bench(backend: str, key: RegionKey, max_bytes: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-mib", type=int, default=256)
-    parser.add_argument("--backend", choices=BETWEEN_PROCESSES, default="mooncake")
+    parser.add_argument("--backend", choices=BETWEEN_PROCESSES, help="one alone")
     arguments = parser.parse_args()
     max_bytes = arguments.max_mib * MIB
     torch.set_num_threads(1)
-    target = TargetProcess(max_bytes, arguments.backend)
-    try:
-        uvloop.run(bench(arguments.backend, target.key, max_bytes))
-    finally:
-        target.close()
+    for backend in [arguments.backend] if arguments.backend else BETWEEN_PROCESSES:
+        print(f"== {backend}")
+        target = TargetProcess(max_bytes, backend)
+        try:
+            uvloop.run(bench(backend, target.key, max_bytes))
+        finally:
+            target.close()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.rpc.server import Server
 from stagemesh.shared.stage import ring as ring_module
 from stagemesh.shared.stage.ring import STAGE_LINK, RingIn, RingOut
-from stagemesh.shared.transfer.backends import choose_protocol, open_endpoint
+from stagemesh.shared.transfer.backends import open_endpoint
 
 
 class Heard:
@@ -140,11 +140,3 @@ def test_a_socket_that_somebody_listens_on_is_not_taken_away(tmp_path: Any) -> N
 def test_a_transfer_host_that_has_no_address_is_refused() -> None:
     with pytest.raises(Rejected, match=r"transfer.host: 'nohost.invalid' cannot be resolved"):
         open_endpoint(TransferSection(host="nohost.invalid"), "cpu", configure("test"))
-
-
-def test_how_kv_travels_follows_from_where_it_lies() -> None:
-    assert choose_protocol(TransferSection(), "cpu") == "tcp"
-    assert choose_protocol(TransferSection(), "cuda") == "intranode"
-    assert choose_protocol(TransferSection(protocol="tcp"), "cuda") == "tcp"
-    with pytest.raises(Rejected, match=r"transfer\.protocol: 'intranode' moves GPU memory only"):
-        choose_protocol(TransferSection(protocol="intranode"), "cpu")

@@ -144,6 +144,20 @@ def test_writers_at_once_do_not_disturb_each_other(backend: Backend, source: tor
     run(backend, source, body)
 
 
+def test_what_is_written_after_a_write_was_done_is_what_stays(backend: Backend, source: torch.Tensor) -> None:
+    """Each write is seen whole at the target before the next one begins, on whichever lane."""
+    num_rounds, length = 12, MIB + 1
+
+    async def body(writer: Endpoint, region: Region) -> None:
+        for index in range(num_rounds):
+            offset = index * length
+            piece = Piece(region.address + offset, backend.target.key.address, length)
+            await writer.write(backend.target.key, [piece], list(Lane)[index % 2]).wait()
+            assert backend.target.digest(0, length) == digest(source, offset, length)
+
+    run(backend, source, body)
+
+
 def test_a_write_of_nothing_is_done(backend: Backend, source: torch.Tensor) -> None:
     async def body(writer: Endpoint, region: Region) -> None:
         handle = writer.write(backend.target.key, [])

@@ -225,9 +225,7 @@ def test_gpus_get_the_transports_that_reach_them() -> None:
     assert NixlSettings(device="cuda", protocol="tcp").environment()["UCX_TLS"] == "self,tcp,cuda_copy"
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"protocol": "rdma"}, {"protocol": "intranode"}, {"max_batch_bytes": 0}, {"num_bulk_threads": 0}], ids=str
-)
+@pytest.mark.parametrize("wrong", [{"protocol": "rdma"}, {"max_batch_bytes": 0}, {"num_bulk_threads": 0}], ids=str)
 def test_settings_that_cannot_be_kept_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(Rejected):
         NixlSettings(**wrong)

@@ -3,7 +3,7 @@
 python transfer_target.py BACKEND NUM_BYTES
 -> endpoint address length
 "digest OFFSET LENGTH" -> sha256, "only OFFSET LENGTH" -> the byte that all of it is, or -1,
-"count" -> bytes that are not 0, "clear" -> ok, end of input -> exit
+"count" -> bytes that are not 0, "clear" -> ok, "revoke" -> ok, end of input -> exit
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ import sys
 import torch
 
 from stagemesh.shared.transfer.base import Endpoint, RegionKey
+from stagemesh.shared.transfer.capabilities import KNOWN, Capabilities
 from stagemesh.shared.transfer.mooncake import MooncakeEndpoint, MooncakeSettings
 from stagemesh.shared.transfer.nixl import NixlEndpoint, NixlSettings
 
-BETWEEN_PROCESSES = ("mooncake", "nixl", "nixl-tcp")
+BETWEEN_PROCESSES = ("mooncake", "nixl", "nixl-tcp")  # `nixl-tcp` is what `nixl` does between hosts
+PROTOCOLS = {"memory": "auto", "mooncake": "tcp", "nixl": "intranode", "nixl-tcp": "tcp"}
 MIB = 1 << 20
 
 
 def open_backend(backend: str, max_batch_bytes: int = 4 * MIB) -> Endpoint:
-    """One of BETWEEN_PROCESSES; `nixl-tcp` is what `nixl` does between hosts."""
+    """One of BETWEEN_PROCESSES."""
     if backend == "mooncake":
         return MooncakeEndpoint(MooncakeSettings(max_batch_bytes=max_batch_bytes))
-    protocol = {"nixl": "auto", "nixl-tcp": "tcp"}[backend]
-    return NixlEndpoint(NixlSettings(protocol=protocol, max_batch_bytes=max_batch_bytes))
+    return NixlEndpoint(NixlSettings(protocol=PROTOCOLS[backend], max_batch_bytes=max_batch_bytes))
+
+
+def capabilities(backend: str) -> Capabilities:
+    return KNOWN[backend.partition("-")[0], "cpu", PROTOCOLS[backend]]
 
 
 def digest(memory: torch.Tensor, offset: int, length: int) -> str:
@@ -76,6 +81,10 @@ class TargetProcess:
     def clear(self) -> None:
         assert self.ask("clear") == "ok"
 
+    def revoke(self) -> None:
+        """Ends the registration."""
+        assert self.ask("revoke") == "ok"
+
     def stop(self) -> None:
         """Stops every thread of the process, and returns once they have stopped."""
         self.process.send_signal(signal.SIGSTOP)
@@ -94,7 +103,8 @@ def main() -> None:
     torch.set_num_threads(1)
     memory = torch.zeros(int(sys.argv[2]), dtype=torch.uint8)
     endpoint = open_backend(sys.argv[1])
-    key = endpoint.publish(endpoint.register(memory))
+    region = endpoint.register(memory)
+    key = endpoint.publish(region)
     print(key.endpoint, key.address, key.length, flush=True)
     for line in sys.stdin:
         match line.split():
@@ -107,6 +117,9 @@ def main() -> None:
                 print(int(torch.count_nonzero(memory)), flush=True)
             case ["clear"]:
                 memory.zero_()
+                print("ok", flush=True)
+            case ["revoke"]:
+                endpoint.unregister(region)
                 print("ok", flush=True)
 
 
