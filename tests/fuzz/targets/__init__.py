@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 from tests.fuzz.judge import Target
-from tests.fuzz.targets import configs, generate, gguf, heads, messages, model_dirs, replies, templates, wire
+from tests.fuzz.targets import access, configs, generate, gguf, heads, messages, model_dirs, replies, templates, wire
 
 TARGETS: Final[tuple[Target, ...]] = (
     *generate.TARGETS,
     *messages.TARGETS,
     *heads.TARGETS,
     *wire.TARGETS,
+    *access.TARGETS,
     *configs.TARGETS,
     *model_dirs.TARGETS,
     *gguf.TARGETS,

@@ -60,6 +60,11 @@ def right_document(rng: Random, folder: Path) -> dict[str, Any]:
     document["transfer"] = {"backend": "memory", "max_batch_bytes": 1 << 20}
     document["nats"] = {"url": "nats://127.0.0.1:4222"}
     document["metrics"] = {"port": rng.randrange(100)}
+    if rng.random() < 0.3:  # reached from other hosts
+        document["router"]["listen"], document["transfer"]["host"] = "10.0.0.1:8470", "10.0.0.1"
+        document["transfer"]["private_network"] = True
+        document["tls"] = {key: f"/etc/{key}.pem" for key in ("cert_file", "key_file", "ca_file")}
+        document["auth"], document["nats"] = {"keys_file": "/etc/keys"}, {"url": "tls://nats.example:4222"}
     return document
 
 
@@ -88,7 +93,20 @@ def open_files(folder: Path) -> Try:
 
 
 def open_overrides(folder: Path) -> Try:
-    sections = ("mesh", "nats", "broker", "router", "model", "engine", "transfer", "metrics", "instance", "no")
+    sections = [
+        "mesh",
+        "nats",
+        "broker",
+        "router",
+        "model",
+        "engine",
+        "transfer",
+        "metrics",
+        "tls",
+        "auth",
+        "instance",
+        "no",
+    ]
     keys = ("run_dir", "url", "listen", "max_waiting_s", "path", "page_size", "num_pages", "prefix_cache", "port")
 
     def attempt(rng: Random) -> None:
