@@ -73,8 +73,8 @@ async def ask_all(router: str, prompts: list[list[int]], new_tokens: int) -> lis
     return [task.result() for task in tasks]
 
 
-def ask_mesh(tmp_path: Path, shape: Shape, model: Path, reference: Any, prompts: list[list[int]], new: int) -> Compared:
-    """The answers of a mesh beside the reference's."""
+def ask_mesh(tmp_path: Path, shape: Shape, model: Path, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """`new` greedy tokens for each of the prompts, which are all asked at once."""
     options = ["--device=cuda", f"--model={model}", "--max-running=64", "--chunk-size=2048", "--num-pages=4096"]
     options += [f"--prefill-pp={shape.prefill}", f"--decode-pp={shape.decode}", f"--transfer={shape.transfer}"]
     options += [f"--prefill-gpus={gpus(shape.prefill, 0)}", f"--decode-gpus={gpus(shape.decode, 1)}"]
@@ -88,11 +88,16 @@ def ask_mesh(tmp_path: Path, shape: Shape, model: Path, reference: Any, prompts:
 
         answers = asyncio.run(ask())
     assert all(len(answer.token_ids) == new for answer in answers)
+    return [answer.token_ids for answer in answers]
+
+
+def compare_all(model: Any, prompts: list[list[int]], answers: list[list[int]], what: str) -> Compared:
+    """Tells it, too."""
     pairs = zip(prompts, answers, strict=True)
-    compared = sum((compare(reference, prompt, answer.token_ids) for prompt, answer in pairs), Compared())
-    rest = len(prompts) * new - compared.ahead
+    compared = sum((compare(model, prompt, made) for prompt, made in pairs), Compared())
+    rest = sum(map(len, answers)) - compared.ahead
     print(
-        f"{shape}: {compared.equal} of {compared.ahead} tokens up to the first near tie are equal; of the {rest} after "
+        f"{what}: {compared.equal} of {compared.ahead} tokens up to the first near tie are equal; of the {rest} after "
         f"it, {compared.after} differ with no near tie; what differs is {compared.widest:.1f} steps apart at most"
     )
     return compared

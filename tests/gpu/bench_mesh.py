@@ -80,17 +80,26 @@ def print_stages(before: dict[str, dict[str, int]], after: dict[str, dict[str, i
         )
 
 
-def lags(mesh: RunningMesh) -> str:
-    """Of every process: how late its event loop was in 99 of 100 samples, at most, and the worst."""
-    said = []
+Lags = dict[str, dict[float, float]]
+
+
+def read_lags(mesh: RunningMesh) -> Lags:
+    """Of every process: by a bound in seconds, how often its event loop was that late at most, since its start."""
+    said = {}
     for process in mesh.read_record()["processes"]:
-        if not process["metrics"]:
-            continue
-        scrape = Scrape(fetch(process["metrics"]))
-        buckets = {float(le): count for le, count in scrape.of("loop_lag_seconds_bucket", "le").items()}
-        p99 = min(le for le, count in buckets.items() if count >= 0.99 * buckets[float("inf")])
-        said.append(f"{process['name']} {p99 * 1e3:g} ({scrape.value('loop_lag_max_seconds') * 1e3:.0f})")
-    return ", ".join(said)
+        if process["metrics"]:
+            buckets = Scrape(fetch(process["metrics"])).of("loop_lag_seconds_bucket", "le")
+            said[process["name"]] = {float(le): count for le, count in buckets.items()}
+    return said
+
+
+def p99_ms(before: Lags, after: Lags) -> dict[str, float]:
+    """The bound that 99 of 100 samples between the two keep."""
+    found = {}
+    for name, buckets in after.items():
+        counts = {le: count - before[name][le] for le, count in buckets.items()}
+        found[name] = 1e3 * min(le for le, count in counts.items() if count >= 0.99 * counts[float("inf")])
+    return found
 
 
 async def measure_load(mesh: RunningMesh, text: str, options: argparse.Namespace) -> None:
@@ -171,8 +180,10 @@ def main() -> None:
 
 async def measure_all(mesh: RunningMesh, options: argparse.Namespace) -> None:
     await measure(Load(mesh.router, Workload(8, 200, 20, VOCAB), 1, None, 120.0))  # warms up
+    before = await asyncio.to_thread(read_lags, mesh)
     for text in options.loads.split(","):
         await measure_load(mesh, text, options)
+    print("loop lag, p99 in ms, at most:", p99_ms(before, await asyncio.to_thread(read_lags, mesh)), flush=True)
     if options.trace is not None:
         options.trace.mkdir(parents=True, exist_ok=True)
         num_prompts, input_len, output_len = (int(part) for part in options.loads.split(",")[0].split("x"))
@@ -180,7 +191,6 @@ async def measure_all(mesh: RunningMesh, options: argparse.Namespace) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(recorded(mesh, output_len * 0.005, options.trace))
             await measure(Load(mesh.router, work, min(options.clients, num_prompts), None, 300.0))
-    print("loop lag in ms, p99 at most, and worst:", await asyncio.to_thread(lags, mesh))
     await mesh.check_idle()
 
 

@@ -1,4 +1,4 @@
-"""The decode matrices against float64 on the CPU; that sums depend on no other row, and on no timing."""
+"""The decode matrices against float64; that sums depend on no other row, and on no timing."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def random(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def exact_norm(x: Tensor) -> Tensor:
-    exact = x.double().cpu()
+    exact = x.double()
     scaled: Tensor = exact / (exact.square().mean(-1, keepdim=True) + EPS).sqrt()
     return scaled
 
 
 def error(ours: Tensor, exact: Tensor) -> float:
-    return float((ours.double().cpu() - exact).norm() / exact.norm())
+    return float((ours.double() - exact).norm() / exact.norm())
 
 
 def works(columns: int, depth: int, workspace: MatmulWorkspace) -> dict[str, Work]:
@@ -58,10 +58,10 @@ def test_results_are_near_the_exact_ones(shape: tuple[int, int], cut: Cut | None
     columns, depth = shape
     one, two = random(columns, depth, scale=depth**-0.5), random(2 * columns, depth, scale=depth**-0.5)
     x, base = random(max(ROWS), depth, scale=3.0), random(max(ROWS), columns)
-    normed, exact_one = exact_norm(x), one.double().cpu().T
-    gate, up = (normed @ two.double().cpu().T).chunk(2, dim=-1)
+    normed, exact_one = exact_norm(x), one.double().T
+    gate, up = (normed @ two.double().T).chunk(2, dim=-1)
     linear, gated = normed @ exact_one, silu(gate) * up
-    added = base.double().cpu() + x.double().cpu() @ exact_one
+    added = base.double() + x.double() @ exact_one
     packed, pair = pack(one, cut=cut), pack(two, paired=True, cut=cut)
     for rows in ROWS:
         some = x[:rows]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stagemesh.shared.model.source import open_model
-from tests.gpu.answers import SHAPES, Shape, ask_mesh
+from tests.gpu.answers import SHAPES, Shape, ask_mesh, compare_all
 from tests.gpu.models import PAGE, chunk, cpu_stage, cuda_stage, decode_step, join, run_cuda
 from tests.gpu.spies import spy, spy_cuda
 from tests.mesh.test_smollm2 import packaged_gguf, varied_prompts
@@ -75,5 +75,6 @@ def reference(gguf: Path) -> Any:
 @pytest.mark.parametrize("shape", [*SHAPES, Shape(2, 2, transfer="nixl")], ids=str)
 def test_a_mesh_gives_the_tokens_of_the_reference(tmp_path: Path, gguf: Path, reference: Any, shape: Shape) -> None:
     prompts = varied_prompts(NUM_PROMPTS, LONGEST, open_model(str(gguf)).tokenizer())
-    compared = ask_mesh(tmp_path, shape, gguf, reference, prompts, NEW_TOKENS)
+    answers = ask_mesh(tmp_path, shape, gguf, prompts, NEW_TOKENS)
+    compared = compare_all(reference, prompts, answers, str(shape))
     assert compared.equal == compared.ahead

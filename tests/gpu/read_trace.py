@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -37,33 +36,20 @@ def device_events(path: Path) -> list[dict[str, Any]]:
     return sorted(events, key=lambda event: float(event["ts"]))
 
 
-def device_steps(events: list[dict[str, Any]], opens: str) -> list[DeviceStep]:
-    """Cut before every kernel whose name holds `opens`: the one that a step begins with."""
+def device_steps(events: list[dict[str, Any]]) -> list[DeviceStep]:
+    """Cut before every kernel that a step begins with: the embedding or, on later stages, the copy out of the inbox,
+    which is the copy that a kernel follows."""
     steps: list[list[dict[str, Any]]] = []
-    for event in events:
-        if event["cat"] != "kernel":
-            continue
-        if opens in event["name"]:
+    for event, after in zip(events, [*events[1:], {}], strict=True):
+        is_copy = "memcpy32" in event["name"] or "DtoD" in event["name"]
+        if "_embed" in event["name"] or (is_copy and after.get("cat") == "kernel" and "_embed" not in after["name"]):
             steps.append([])
-        if steps:
+        if steps and (event["cat"] == "kernel" or not steps[-1]):
             steps[-1].append(event)
     return [
         DeviceStep(s[0]["ts"], max(e["ts"] + e["dur"] for e in s), len(s), s[0]["name"], s[-1]["name"])
         for s in steps[:-1]
     ]
-
-
-def opening(events: list[dict[str, Any]]) -> str:
-    """The first stage begins with the embedding; another with the copy out of its inbox: the kernel that is launched
-    once where others are launched a layer."""
-    names = [event["name"] for event in events if event["cat"] == "kernel"]
-    if any("_embed" in name for name in names):
-        return "_embed"
-    counts: dict[str, int] = defaultdict(int)
-    for name in names:
-        counts[name] += 1
-    once = [name for name in counts if "copy" in name.lower() or "elementwise" in name.lower()]
-    return min(once, key=lambda name: counts[name]) if once else names[0]
 
 
 def spread(values: list[float]) -> str:
@@ -90,7 +76,7 @@ def main() -> None:
     stages = []
     for path in options.traces:
         events = device_events(path)
-        steps = device_steps(events, opening(events))
+        steps = device_steps(events)
         stages.append(steps)
         print(f"{path.name}: {len(events)} on the device, {len(steps)} steps")
         if not steps:
