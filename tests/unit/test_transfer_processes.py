@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -168,6 +169,30 @@ def test_a_target_that_died_while_nothing_ran_is_lost_and_its_successor_is_met(b
     finally:
         target.close()
         successor.close()
+
+
+@pytest.mark.full
+def test_a_target_that_is_stopped_fails_a_write_in_doubt_if_it_has_to_read_it(backend: str) -> None:
+    target = TargetProcess(32 * MIB, backend)
+
+    async def main() -> None:
+        async with opened(backend) as writer, asyncio.timeout(120):
+            region = writer.register(torch.ones(32 * MIB, dtype=torch.uint8))
+            whole = Piece(region.address, target.key.address, 32 * MIB)
+            await writer.write(target.key, [Piece(region.address, target.key.address, 1)]).wait()
+            target.stop()
+            handle = writer.write(target.key, [whole])
+            passes = capabilities(backend).reap_ends_writes  # the writer itself copies into the target's memory
+            assert await handle.settle() is (TransferState.DONE if passes else TransferState.FAILED)
+            assert handle.quiescent is passes
+            target.process.send_signal(signal.SIGCONT)
+            await writer.write(target.key, [whole]).wait()
+            assert target.count() == 32 * MIB
+
+    try:
+        asyncio.run(main())
+    finally:
+        target.close()
 
 
 @pytest.mark.full
