@@ -1,5 +1,5 @@
-"""Greedy answers of a mesh with random weights. Their logits are flat, so that bfloat16 alone turns some tokens over, the
-reference's as well. So both are held against float32: ours may not be off more than `transformers` in bfloat16 is.
+"""Greedy answers of a mesh with random weights. Their logits are flat, so that bfloat16 alone turns some tokens over,
+the reference's as well. So both are held against float32: ours may not be off more than `transformers` in bfloat16 is.
 `check_smollm2` has trained weights, and asks for the same tokens."""
 
 from __future__ import annotations
