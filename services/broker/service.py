@@ -16,6 +16,7 @@ from stagemesh.services.broker.tickets import Action, Close, Commit, TicketBook,
 from stagemesh.shared.codec.arrays import to_bytes
 from stagemesh.shared.codec.mesh import ref_from_pb, stage_to_pb
 from stagemesh.shared.config import Config
+from stagemesh.shared.config.hosts import listen_address
 from stagemesh.shared.core.directory import Role, mismatch
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.engine.schedule.stats import waits
@@ -66,7 +67,8 @@ class BrokerService:
         stack.push_async_callback(self._members.heads.close)
         inspect = InspectService(self, self._tracer, self._peers, metrics_address=self._monitor.address)
         server = Server({BROKER: self, INSPECT: inspect}, self._access.listening)
-        self._address = await server.start(self._config.broker.listen)
+        await server.start(listen_address(self._config, self._config.broker.listen))
+        self._address = self._config.broker.listen
         stack.push_async_callback(server.stop)
         await server.set_serving(True)
         self._log.info("broker is up", address=self._address)

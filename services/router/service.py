@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -62,7 +63,7 @@ class RouterService:
         tokenizer = await asyncio.to_thread(source.tokenizer)
         await asyncio.to_thread(tokenizer.start)
         broker = await stack.enter_async_context(Client(self._config.broker.listen, BROKER, dial=self._dial))
-        name = f"router-{os.getpid()}"
+        name = f"router-{os.getpid()}-{secrets.token_hex(4)}"  # pids of two hosts may be the same
         self._mesh = mesh = MeshView(
             broker,
             name,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from stagemesh.shared.config.address import Address, parse_address
 from stagemesh.shared.config.exposure import check_exposure
+from stagemesh.shared.config.hosts import LOCAL_HOST, host_of, is_wildcard, listen_address, mesh_hosts, stage_hosts
 from stagemesh.shared.config.sections import Config, InstanceSection
 from stagemesh.shared.errors import Rejected
 
@@ -21,9 +22,39 @@ def check_config(config: Config) -> None:
         raise Rejected("nats.url", f"must start with nats:// or tls://, got {config.nats.url!r}")
     _check_addresses(config)
     _check_names(config)
-    check_exposure(config, _addresses(config))
+    _check_hosts(config)
+    check_exposure(config, ((field, _listener(config, address)) for field, address in _addresses(config)))
     for index, instance in enumerate(config.instances):
         _check_instance(f"instance[{index}]", instance)
+
+
+def _check_hosts(config: Config) -> None:
+    """What is on several hosts must be reached from each of them."""
+    for field, address in _addresses(config):
+        if field != "router.listen" and is_wildcard(address):
+            raise Rejected(field, f"nobody can connect to {address}: name a host, and mesh.listen_host to listen")
+    hosts = mesh_hosts(config)
+    if len(hosts) > 1:
+        for field, address in _addresses(config):
+            if field != "router.listen" and host_of(address) == LOCAL_HOST:
+                raise Rejected(field, f"{address} cannot be reached from {_named(hosts - {LOCAL_HOST})}")
+    for index, instance in enumerate(config.instances):
+        if config.model.device == "cuda" and len(stage_hosts(instance)) > 1:
+            raise Rejected(
+                f"instance[{index}].stages",
+                f"activations go from GPU to GPU of one host; {instance.name} is on {_named(stage_hosts(instance))}. "
+                "Give each host instances of its own",
+            )
+    if len(hosts) > 1 and config.transfer.protocol == "intranode":
+        raise Rejected("transfer.protocol", f"'intranode' stays in one host; there are {_named(hosts)}")
+
+
+def _listener(config: Config, address: Address) -> Address:
+    return parse_address(listen_address(config, str(address)), "mesh.listen_host")
+
+
+def _named(hosts: frozenset[str]) -> str:
+    return ", ".join(sorted(hosts))
 
 
 def _check_names(config: Config) -> None:

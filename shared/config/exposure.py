@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stagemesh.shared.config.address import Address, is_loopback, parse_address
+from stagemesh.shared.config.hosts import transfer_hosts
 from stagemesh.shared.config.sections import Config, TlsSection
 from stagemesh.shared.errors import Rejected
 
@@ -30,10 +31,11 @@ def check_exposure(config: Config, listeners: Iterable[tuple[str, Address]]) -> 
     if not (parse_address(config.router.listen, "router.listen").is_private or config.auth.keys_file):
         said = f"{config.router.listen} can be reached from other hosts by anybody"
         raise Rejected("router.listen", f"{said}: set auth.keys_file (`stagemesh keys add` makes it), {REMEDY}")
-    if not (is_loopback(config.transfer.host) or config.transfer.private_network):
-        said = "the transfer engine asks nobody who he is, and this host can be reached from others"
-        remedy = "once only hosts of the mesh reach its ports, set transfer.private_network = true"
-        raise Rejected("transfer.host", f"{config.transfer.host}: {said}: {remedy}, {REMEDY}")
+    for host in [] if config.transfer.private_network else sorted(transfer_hosts(config)):
+        if not is_loopback(host):
+            said = "the transfer engine asks nobody who he is, and this host can be reached from others"
+            remedy = "once only hosts of the mesh reach its ports, set transfer.private_network = true"
+            raise Rejected("transfer.host", f"{host}: {said}: {remedy}, {REMEDY}")
 
 
 def _check_nats_url(url: str, *, insecure: bool) -> None:

@@ -25,11 +25,13 @@ FilePath = str
 
 
 class MeshSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`run_dir` is an absolute path: unix sockets, the NATS store and the effective config lie there. `insecure` takes
-    what the network can reach without TLS, or the Generate API without keys."""
+    """`run_dir` is an absolute path: unix sockets, the NATS store and the effective config lie there. Stages and broker
+    listen at the addresses that others are told; where that cannot be (translated addresses), at `listen_host`.
+    `insecure` takes what the network can reach without TLS, or the Generate API without keys."""
 
     name: Name = "local"
     run_dir: str
+    listen_host: str = ""  # such as 0.0.0.0; empty: what each address says
     insecure: bool = False
 
 
@@ -108,12 +110,14 @@ class EngineSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class TransferSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How KV pages and activations travel. `host` is the address that peers are told. The engine's ports ask nobody who
-    he is: `private_network` says that only hosts of the mesh reach them, which a host off loopback needs."""
+    """How KV pages and activations travel. `host` is the address that peers are told, empty for the host of the stage's
+    own address, which differs from host to host. The engine's ports ask nobody who he is: `private_network` says that
+    only hosts of the mesh reach them, which a host off loopback needs."""
 
     backend: Literal["mooncake", "nixl", "memory"] = "mooncake"
-    protocol: Literal["auto", "tcp", "intranode", "rdma"] = "auto"  # auto: GPU to GPU in one host, else TCP
-    host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
+    # auto: GPU to GPU in one host; over several, RDMA for GPUs where there is a card; else TCP
+    protocol: Literal["auto", "tcp", "intranode", "rdma"] = "auto"
+    host: str = ""
     private_network: bool = False
     max_batch_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 16 * MIB
     max_batch_pieces: Annotated[int, Meta(ge=1, le=1 << 16)] = 256
@@ -199,7 +203,3 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def of_role(self, role: Role) -> tuple[InstanceSection, ...]:
         return tuple(instance for instance in self.instances if instance.role == role)
-
-    def stage_threads(self, num_cores: int) -> int:
-        """Torch threads of one stage on a host of `num_cores` that runs all stages."""
-        return self.engine.threads or max(1, num_cores // self.num_stages)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stagemesh.shared.config import Config, InstanceSection
+from stagemesh.shared.config.hosts import stage_threads
 from stagemesh.shared.core.directory import PROTOCOL_VERSION, Manifest
 from stagemesh.shared.core.layers import LayerRange, split_layers
 from stagemesh.shared.engine.host_copies import CpuPageCopier, HostCopies
@@ -74,7 +75,7 @@ def build_parts(
 ) -> StageParts:
     """Loads this stage's layers and takes its pool. Blocks for seconds. Raises Rejected for a model or a memory need
     that does not fit, before any of it is taken."""
-    torch.set_num_threads(config.stage_threads(os.cpu_count() or 1))
+    torch.set_num_threads(stage_threads(config, instance.stages[pp_rank], os.cpu_count() or 1))
     on_gpu = config.model.device == "cuda"
     if on_gpu:
         see_gpu(instance, pp_rank)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stagemesh.shared.config import Config
+from stagemesh.shared.config.hosts import listen_address, mesh_hosts, stage_transfer
 from stagemesh.shared.core.directory import InstanceInfo, Role, StageInfo
 from stagemesh.shared.core.identity import InstanceRef
 from stagemesh.shared.errors import Retryable
@@ -103,7 +104,7 @@ class StageService:
             self._log,
         )
         stack.callback(parts.runner.copies.close)
-        endpoint = open_endpoint(self._config.transfer, self._config.model.device, self._log)
+        endpoint = self._open_endpoint()
         stack.push_async_callback(endpoint.close)
         pool = endpoint.publish(endpoint.register(parts.pool))
         own = StageInfo(self._pp_rank, parts.layers, self._instance.stages[self._pp_rank], pool)
@@ -112,7 +113,7 @@ class StageService:
         self._connector = Connector(self._instance.name, self._pp_rank, self._instance.pp_size, parts.manifest, slots)
         inspect = InspectService(self, self._tracer, metrics_address=self._monitor.address, profile=self._profile)
         server = Server({STAGE_LINK: self, INSTANCE: HeadRpcs(self._head), INSPECT: inspect}, self._access.listening)
-        await server.start(own.address)
+        await server.start(listen_address(self._config, own.address))
         stack.push_async_callback(server.stop)
         self._notifier.status("connecting the stages")
         children = await self._connect(stack, parts, endpoint, receiver, own)
@@ -190,6 +191,11 @@ class StageService:
             self._node.head = self._lead.head
             children += self._lead.children()
         return children
+
+    def _open_endpoint(self) -> Endpoint:
+        section = stage_transfer(self._config, self._instance.stages[self._pp_rank])
+        one_host = len(mesh_hosts(self._config)) == 1
+        return open_endpoint(section, self._config.model.device, self._log, one_host=one_host)
 
     def _make_receiver(self, endpoint: Endpoint, parts: StageParts) -> RingReceiver:
         return RingReceiver(

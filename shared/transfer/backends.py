@@ -12,15 +12,15 @@ from stagemesh.shared.transfer.base import Endpoint
 from stagemesh.shared.transfer.capabilities import KNOWN, choose_protocol
 
 
-def open_endpoint(section: TransferSection, device: str, log: Log) -> Endpoint:
+def open_endpoint(section: TransferSection, device: str, log: Log, *, one_host: bool = True) -> Endpoint:
     """This process's endpoint for memory on `device`. Raises Rejected where the backend cannot do what is asked for."""
-    protocol = choose_protocol(section, device)
+    protocol = choose_protocol(section, device, one_host=one_host)
     try:
         socket.getaddrinfo(section.host, None)
     except OSError as error:
         raise Rejected("transfer.host", f"{section.host!r} cannot be resolved: {error}") from None
     known = KNOWN[section.backend, device, protocol]
-    log.info("transfer", backend=section.backend, protocol=protocol, **asdict(known))
+    log.info("transfer", backend=section.backend, protocol=protocol, host=section.host, **asdict(known))
     make = open_nixl if section.backend == "nixl" else open_mooncake
     return make(section, device, protocol, known.batch_bytes(section.max_batch_bytes))
 

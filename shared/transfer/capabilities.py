@@ -57,9 +57,11 @@ KNOWN: Final = {
 }
 PREFERRED: Final = ("intranode", "auto", "tcp")  # where all peers are in this host
 PREFERRED_BETWEEN_HOSTS: Final = ("auto", "intranode", "tcp")
+PREFERRED_OVER_HOSTS: Final = {"cpu": ("auto", "tcp"), "cuda": ("auto", "rdma", "tcp")}
+"""Where the config has stages on several; `rdma` is TCP where there is no card for it."""
 
 
-def choose_protocol(section: TransferSection, device: str) -> str:
+def choose_protocol(section: TransferSection, device: str, *, one_host: bool = True) -> str:
     """How the backend moves bytes. Raises Rejected where it does not move such memory, or not in the way that is asked
     for, or not between processes."""
     known = [protocol for backend, where, protocol in KNOWN if (backend, where) == (section.backend, device)]
@@ -69,6 +71,8 @@ def choose_protocol(section: TransferSection, device: str) -> str:
         raise Rejected("transfer.backend", f"{section.backend!r} does not move memory of model.device {device!r}")
     if section.protocol == "auto":
         wanted = PREFERRED if is_loopback(section.host) else PREFERRED_BETWEEN_HOSTS
+        if not one_host:
+            wanted = PREFERRED_OVER_HOSTS[device]
         return next(protocol for protocol in wanted if protocol in known)
     if section.protocol not in known:
         can = ", ".join(known)

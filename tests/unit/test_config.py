@@ -49,12 +49,6 @@ def test_the_local_layout_is_two_pipelines_of_two_stages_on_unix_sockets() -> No
     assert config.router.listen == "127.0.0.1:8470"
 
 
-def test_threads_are_shared_out_and_never_none() -> None:
-    config = build(document())
-    assert [config.stage_threads(cores) for cores in (1, 4, 8, 9)] == [1, 1, 2, 2]
-    assert build(document(engine={"threads": 3})).stage_threads(1) == 3
-
-
 @pytest.mark.parametrize(
     ("changes", "field", "says"),
     [

@@ -15,7 +15,7 @@ TLS = {"cert_file": "/c", "key_file": "/k", "ca_file": "/a"}
 KEYS = {"keys_file": "/keys"}
 OPEN_STAGES = [
     {"name": "prefill-0", "role": "prefill", "pp_size": 1, "stages": ["10.0.0.1:7001"]},
-    {"name": "decode-0", "role": "decode", "pp_size": 1, "stages": ["10.0.0.2:7001"]},
+    {"name": "decode-0", "role": "decode", "pp_size": 1, "stages": ["10.0.0.1:7002"]},
 ]
 MESH = {"run_dir": "/run/stagemesh"}
 
@@ -57,7 +57,12 @@ def test_what_others_can_reach_needs_tls_and_keys_or_a_word(tables: dict[str, An
         {"router": {"listen": "localhost:8470"}, "broker": {"listen": "[::1]:7000"}},
         {"router": {"listen": "127.1.2.3:8470"}, "nats": {"url": "nats://127.0.0.1:4222"}},
         {"router": {"listen": "0.0.0.0:8470"}, "tls": TLS, "auth": KEYS},
-        {"router": {"listen": "127.0.0.1:8470"}, "instance": OPEN_STAGES, "tls": TLS},
+        {
+            "router": {"listen": "127.0.0.1:8470"},
+            "instance": OPEN_STAGES,
+            "tls": TLS,
+            "transfer": {"private_network": True},
+        },
         {"transfer": {"host": "10.0.0.1", "private_network": True}},
         {"nats": {"url": "tls://nats.example:4222"}},
         {"metrics": {"host": "0.0.0.0", "enabled": False}},

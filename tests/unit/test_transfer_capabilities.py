@@ -26,6 +26,15 @@ HERE, ELSEWHERE = "127.0.0.1", "192.0.2.1"
 
 
 @pytest.mark.parametrize(
+    ("backend", "device", "protocol"),
+    [("mooncake", "cpu", "tcp"), ("mooncake", "cuda", "rdma"), ("nixl", "cpu", "auto"), ("nixl", "cuda", "auto")],
+)
+def test_over_several_hosts_nothing_stays_in_one(backend: Any, device: str, protocol: str) -> None:
+    section = TransferSection(backend=backend, host=ELSEWHERE)
+    assert choose_protocol(section, device, one_host=False) == protocol
+
+
+@pytest.mark.parametrize(
     ("backend", "device", "host", "protocol"),
     [
         ("mooncake", "cpu", HERE, "tcp"),
