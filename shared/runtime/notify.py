@@ -52,8 +52,10 @@ class Notifier:
         """One line on what the service is doing, for people."""
         self._send(f"STATUS={text.replace(chr(10), ' ')}")
 
-    def stopping(self) -> None:
-        self._send("STOPPING=1", patience_s=PATIENCE_S)
+    def stopping(self, timeout_s: float | None = None) -> None:
+        """The service drains now, and wants `timeout_s` for it and its end, if its supervisor had less in mind."""
+        extend = [] if timeout_s is None else [f"EXTEND_TIMEOUT_USEC={round(timeout_s * 1e6)}"]
+        self._send("STOPPING=1", *extend, patience_s=PATIENCE_S)
 
     def watchdog(self) -> None:
         """Says that work makes progress; to be called more often than `watchdog_timeout_s`."""

@@ -60,6 +60,14 @@ def find_process(config: Config, service: ServiceName, instance: str | None, pp_
     raise Rejected("rank", f"no stage {pp_rank} of {instance}; there are {', '.join(spec.name for spec in found)}")
 
 
+def parse_stage(text: str) -> tuple[str, int]:
+    """Instance and rank of `decode-0:1`, as the unit of a stage is named. Raises Rejected."""
+    instance, separator, rank = text.rpartition(":")
+    if not (separator and instance and rank.isdecimal()):
+        raise Rejected("stage", f"expected instance:rank, such as decode-0:1; got {text!r}")
+    return instance, int(rank)
+
+
 def load_entry(target: str) -> Entry:
     """The function that `module:name` names; importing the module is this process's first use of it."""
     module, _, name = target.partition(":")

@@ -17,6 +17,8 @@ from typing import Any, Final, Protocol, TypeVar
 
 from stagemesh.shared.runtime.notify import Notifier
 
+CLOSE_GRACE_S: Final = 5.0
+"""What closing may take after the drain."""
 T = TypeVar("T")
 Child = Coroutine[Any, Any, None]
 KEEP_ALIVES: Final = 4  # in the time of the watchdog: one that is lost does no harm
@@ -77,7 +79,7 @@ async def _serve(
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(child) for child in (*children, _keep_alive(notifier))]
         await signals.drain.wait()
-        notifier.stopping()
+        notifier.stopping(drain_timeout_s + CLOSE_GRACE_S)
         drained = await _until(signals.cut_off, _drain(service, drain_timeout_s))
         for task in tasks:
             task.cancel()

@@ -42,10 +42,11 @@ from stagemesh.shared.runtime.ready import ready_record, ready_text
 from stagemesh.shared.runtime.reporter import Reporter
 from stagemesh.shared.runtime.restarts import MAX_FALLS, WITHIN_S, Restarts, group_of
 from stagemesh.shared.runtime.rundir import write_atomically
+from stagemesh.shared.runtime.service import CLOSE_GRACE_S
 from stagemesh.shared.runtime.signals import STOP_SIGNALS, SignalPipe, watched_signals
 from stagemesh.shared.runtime.watch import Watch
 
-STOP_GRACE_S: Final = 5.0
+STOP_GRACE_S: Final = CLOSE_GRACE_S
 """Beyond the drain timeout that a service keeps by itself; also all that one gets which is not ready yet."""
 TAIL_SHOWN: Final = 20
 

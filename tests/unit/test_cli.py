@@ -87,6 +87,11 @@ stages = ["unix:{run_dir}/d.sock"]
         (("prefill", "--instance", "decode-0", "--rank", "0"), "instance: decode-0 is a decode instance, not prefill"),
         (("decode", "--instance", "decode-9", "--rank", "0"), "no instance is named 'decode-9'"),
         (("decode", "--instance", "decode-0", "--rank", "1"), "rank: no stage 1 of decode-0; there are decode-0/0"),
+        (("decode", "--stage", "decode-0:1"), "rank: no stage 1 of decode-0; there are decode-0/0"),
+        (("decode", "--stage", "decode-0"), "stage: expected instance:rank, such as decode-0:1; got 'decode-0'"),
+        (("decode", "--stage", "decode-0:0", "--rank", "0"), "--stage: names instance and rank already"),
+        (("decode", "--instance", "decode-0"), "--stage: is missing"),
+        (("nats",), "nats.url: is empty"),
     ],
 )
 def test_a_stage_that_the_config_does_not_have_is_refused(

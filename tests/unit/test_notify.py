@@ -21,12 +21,14 @@ def test_lines_arrive_with_the_senders_pid_and_in_order(tmp_path: Path) -> None:
     notifier.ready("127.0.0.1:8470")
     notifier.watchdog()
     notifier.stopping()
-    received = [listener.receive() for _ in range(5)]
+    notifier.stopping(2.5)
+    received = [listener.receive() for _ in range(6)]
     assert received == [
         (os.getpid(), {"STATUS": "loading layer 3"}),
         (os.getpid(), {"READY": "1", "X_ADDRESS": "127.0.0.1:8470"}),
         (os.getpid(), {"WATCHDOG": "1"}),
         (os.getpid(), {"STOPPING": "1"}),
+        (os.getpid(), {"STOPPING": "1", "EXTEND_TIMEOUT_USEC": "2500000"}),
         None,
     ]
     assert notifier.num_lost == 0

@@ -18,7 +18,7 @@ from stagemesh.shared.runtime.exits import EXIT_FAILED, EXIT_REFUSED, report_fai
 from stagemesh.shared.runtime.loop import SWITCH_INTERVAL_S, LagSampler, run
 from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.notify_socket import NotifySocket
-from stagemesh.shared.runtime.service import Child, StopSignals, run_service
+from stagemesh.shared.runtime.service import CLOSE_GRACE_S, Child, StopSignals, run_service
 
 LIMIT_S = 30.0
 
@@ -145,7 +145,8 @@ def test_the_supervisor_is_told_of_ready_and_stopping(tmp_path: Path) -> None:
     told = [received[1] for received in iter(listener.receive, None) if received]
     notifier.close()
     listener.close()
-    assert told == [{"READY": "1", "X_ADDRESS": "127.0.0.1:7"}, {"STOPPING": "1"}]
+    stopping = {"STOPPING": "1", "EXTEND_TIMEOUT_USEC": str(round((LIMIT_S + CLOSE_GRACE_S) * 1e6))}
+    assert told == [{"READY": "1", "X_ADDRESS": "127.0.0.1:7"}, stopping]
 
 
 def test_run_uses_uvloop_and_short_thread_switches() -> None:

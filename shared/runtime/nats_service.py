@@ -1,0 +1,139 @@
+"""`stagemesh nats`: a NATS server under an init system, with what the server itself does not tell one.
+
+start --its log says ready--> serving --it answers: WATCHDOG=1, again and again--> SIGTERM, passed on --> ended
+                                 `--it ends by itself: PeerLost
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from stagemesh.shared.config import Config
+from stagemesh.shared.errors import PeerLost, Rejected
+from stagemesh.shared.obs.log import choose_form, configure
+from stagemesh.shared.runtime.loop import run as run_loop
+from stagemesh.shared.runtime.nats_server import find_nats_server, says_ready
+from stagemesh.shared.runtime.notify import Notifier
+from stagemesh.shared.runtime.service import Child, run_service
+
+ANSWER_TIMEOUT_S: Final = 2.0
+PROBE_INTERVAL_S: Final = 5.0  # without a watchdog nobody hears of it, and a probe costs a connection
+PROBES_A_TIMEOUT: Final = 3  # one may be late or lost
+STOP_TIMEOUT_S: Final = 10.0  # it writes its store to the disk
+DEFAULT_PORT: Final = 4222
+
+
+@dataclass(frozen=True, slots=True)
+class NatsPlace:
+    """Where the server listens, and the JetStream store; `server_config` is a file of the server's own, or None."""
+
+    host: str
+    port: int
+    name: str
+    store_dir: Path
+    server_config: Path | None = None
+
+    @property
+    def arguments(self) -> Sequence[str]:
+        own = [] if self.server_config is None else ["-c", str(self.server_config)]
+        return [*own, "-a", self.host, "-p", str(self.port), "-n", self.name, "-js", "-sd", str(self.store_dir)]
+
+
+def nats_place(config: Config, store_dir: Path | None, server_config: Path | None) -> NatsPlace:
+    """Raises Rejected if the config names no server."""
+    if not config.nats.url:
+        raise Rejected("nats.url", "is empty; only under `stagemesh up` is the server's address its own choice")
+    url = urlsplit(config.nats.url)
+    if not url.hostname:
+        raise Rejected("nats.url", f"names no host: {config.nats.url!r}")
+    store = store_dir or Path(config.mesh.run_dir) / "nats"
+    host = config.mesh.listen_host or url.hostname
+    return NatsPlace(host, url.port or DEFAULT_PORT, f"stagemesh-{config.mesh.name}", store, server_config)
+
+
+class NatsService:
+    """A `Service` around the server's process."""
+
+    def __init__(self, place: NatsPlace, notifier: Notifier) -> None:
+        self._place, self._notifier = place, notifier
+
+    @property
+    def address(self) -> str | None:
+        return None
+
+    async def start(self, stack: AsyncExitStack) -> list[Child]:
+        self._notifier.status("starting the NATS server")
+        program = find_nats_server()
+        process = await asyncio.create_subprocess_exec(
+            program, *self._place.arguments, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE
+        )
+        stack.push_async_callback(_end, process)
+        assert process.stderr is not None
+        while data := await process.stderr.readline():
+            print(line := data.decode(errors="replace").rstrip("\n"), file=sys.stderr)
+            if says_ready(line):
+                break
+        else:
+            raise PeerLost(f"the NATS server ended with {await process.wait()}; its log says why")
+        return [self._follow(process), self._probe()]
+
+    async def withdraw(self) -> None:
+        """Clients reconnect by themselves, and the data path does without."""
+
+    async def idle(self) -> None:
+        """Nothing of ours is in flight."""
+
+    async def _follow(self, process: Process) -> None:
+        """Its log is ours, until it ends."""
+        assert process.stderr is not None
+        async for line in process.stderr:
+            print(line.decode(errors="replace"), end="", file=sys.stderr)
+        raise PeerLost(f"the NATS server ended with {await process.wait()}")
+
+    async def _probe(self) -> None:
+        timeout_s = self._notifier.watchdog_timeout_s
+        while True:
+            if await answers(self._place.host, self._place.port):
+                self._notifier.watchdog()
+            await asyncio.sleep(PROBE_INTERVAL_S if timeout_s is None else timeout_s / PROBES_A_TIMEOUT)
+
+
+async def answers(host: str, port: int) -> bool:
+    """True if a NATS server greets a new connection: it needs no account for that."""
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                return (await reader.readline()).startswith(b"INFO ")
+            finally:
+                writer.close()
+    except (OSError, ValueError):  # a TimeoutError is an OSError; a line without an end is a ValueError
+        return False
+
+
+async def _end(process: Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def run(config: Config, store_dir: Path | None = None, server_config: Path | None = None) -> None:
+    """Runs the NATS server of the deployment until told to stop."""
+    place = nats_place(config, store_dir, server_config)
+    configure("nats", form=choose_form(os.environ, sys.stderr))
+    notifier = Notifier.from_environ(os.environ)
+    run_loop(run_service(NatsService(place, notifier), drain_timeout_s=STOP_TIMEOUT_S, notifier=notifier))
