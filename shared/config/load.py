@@ -1,9 +1,8 @@
 """From a TOML file, the environment and command-line options to a checked Config, once, at start.
 
-file -> secrets -> STAGEMESH_<SECTION>__<KEY> -> options -> types and ranges (sections) -> what fits together (check)
+file -> STAGEMESH_<SECTION>__<KEY> -> options -> types and ranges (sections) -> what must fit together (check)
 
-Later sources win. Every error is Rejected, names the key and says where the value came from. A secret is a file
-`config_<section>__<key>` of $CREDENTIALS_DIRECTORY, as systemd's LoadCredential= makes it; no error quotes it.
+Later sources win. Every error is Rejected, names the key and says where the value came from.
 """
 
 from __future__ import annotations
@@ -21,25 +20,11 @@ from stagemesh.shared.errors import Rejected
 
 ENV_PREFIX = "STAGEMESH_"
 ENV_SEPARATOR = "__"
-SECRETS_VARIABLE = "CREDENTIALS_DIRECTORY"
-SECRET_PREFIX = "config_"
-SECRET_ORIGIN = "the credential "
 
 
 def load_config(path: Path, environ: Mapping[str, str]) -> Config:
-    """The config of `path` with the overrides of `environ`, and the secrets it points to. Raises Rejected."""
-    folder = environ.get(SECRETS_VARIABLE, "")
-    secrets = read_secrets(Path(folder)) if folder else {}
-    return build_config(read_document(path), source=str(path), environ=environ, secrets=secrets)
-
-
-def read_secrets(folder: Path) -> dict[str, str]:
-    """The secrets of `folder` by `section__key`, without the newline at their end. Raises Rejected."""
-    try:
-        files = sorted(folder.glob(f"{SECRET_PREFIX}*{ENV_SEPARATOR}*"))
-        return {file.name.removeprefix(SECRET_PREFIX): file.read_text().removesuffix("\n") for file in files}
-    except (OSError, UnicodeDecodeError) as error:
-        raise Rejected("config", f"cannot read the credentials in {folder}: {error}") from None
+    """The config of `path` with the overrides of `environ`. Raises Rejected."""
+    return build_config(read_document(path), source=str(path), environ=environ)
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -58,18 +43,17 @@ def build_config(
     source: str,
     environ: Mapping[str, str],
     options: Mapping[str, object] | None = None,
-    secrets: Mapping[str, str] | None = None,
 ) -> Config:
     """A checked Config of `document`, which came from `source`. `options` maps `section.key` to a value given on the
-    command line, `secrets` maps `section__key` to one that is not to be shown. Raises Rejected."""
+    command line. Raises Rejected."""
     merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in document.items()}
     origins: dict[str, str] = {}
-    for origin, section, key, text in (*_secret_overrides(secrets or {}), *_overrides(environ)):
+    for name, section, key in _overrides(environ):
         try:
-            _assign(merged, section, key, convert_text(section, key, text))
+            _assign(merged, section, key, convert_text(section, key, environ[name]))
         except Rejected as error:
-            raise _with_origin(error, origin) from None
-        origins[f"{section}.{key}"] = origin
+            raise _with_origin(error, name) from error
+        origins[f"{section}.{key}"] = name
     for field, value in (options or {}).items():
         section, _, key = field.partition(".")
         _assign(merged, section, key, value)
@@ -78,22 +62,16 @@ def build_config(
         config = resolve_paths(convert_document(merged), environ)
         check_config(config)
     except Rejected as error:
-        raise _with_origin(error, origins.get(error.field, source)) from None
+        raise _with_origin(error, origins.get(error.field, source)) from error
     return config
 
 
-def _overrides(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str, str]]:
-    """(variable, section, key, text) of every variable that is an override."""
+def _overrides(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """(variable, section, key) of every variable that is an override."""
     for name in sorted(environ):
         section, separator, key = name.removeprefix(ENV_PREFIX).lower().partition(ENV_SEPARATOR)
         if name.startswith(ENV_PREFIX) and separator:
-            yield name, section, key, environ[name]
-
-
-def _secret_overrides(secrets: Mapping[str, str]) -> Iterator[tuple[str, str, str, str]]:
-    for name, text in sorted(secrets.items()):
-        section, _, key = name.partition(ENV_SEPARATOR)
-        yield f"{SECRET_ORIGIN}{SECRET_PREFIX}{name}", section, key, text
+            yield name, section, key
 
 
 def _assign(merged: dict[str, Any], section: str, key: str, value: object) -> None:
@@ -103,6 +81,4 @@ def _assign(merged: dict[str, Any], section: str, key: str, value: object) -> No
 
 
 def _with_origin(error: Rejected, origin: str) -> Rejected:
-    if origin.startswith(SECRET_ORIGIN):
-        return Rejected(error.field, f"does not fit; its value is not shown (in {origin})")
     return Rejected(error.field, f"{str(error).removeprefix(f'{error.field}: ')} (in {origin})")

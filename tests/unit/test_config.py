@@ -131,33 +131,6 @@ def test_an_override_that_is_wrong_names_its_variable(variable: str, value: str,
     assert str(caught.value).endswith(f"(in {variable})")
 
 
-def test_a_credential_overrides_the_file_and_the_environment_overrides_it(tmp_path: Path) -> None:
-    (tmp_path / "config_nats__url").write_text("nats://me:secret@here:4222\n")
-    (tmp_path / "config_router__max_text_bytes").write_text("77")
-    (tmp_path / "something-else").write_text("not ours")
-    path = tmp_path / "mesh.toml"
-    path.write_text(dump_toml(build(document())))
-    config = load_config(path, {"CREDENTIALS_DIRECTORY": str(tmp_path), "STAGEMESH_ROUTER__MAX_TEXT_BYTES": "99"})
-    assert (config.nats.url, config.router.max_text_bytes) == ("nats://me:secret@here:4222", 99)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "field"),
-    [
-        ("nats__url", "hunter2", "nats.url"),  # wrong as a value
-        ("engine__page_size", "hunter2", "engine.page_size"),  # of a wrong type
-        ("engine__page_size", "123456", "engine.page_size"),  # out of range
-        ("nats__uri", "hunter2", "nats.uri"),  # no such key
-    ],
-)
-def test_a_credential_that_is_wrong_is_named_and_not_quoted(name: str, value: str, field: str) -> None:
-    with pytest.raises(Rejected) as caught:
-        build_config(document(), source="mesh.toml", environ={}, secrets={name: value})
-    assert caught.value.field == field
-    assert str(caught.value).endswith(f"(in the credential config_{name})")
-    assert value not in str(caught.value)
-
-
 def test_a_wrong_option_says_that_it_came_from_the_command_line() -> None:
     with pytest.raises(Rejected, match=r"model\.dtype: .*\(in the command line\)"):
         build(document(), options={"model.dtype": "int4"})
