@@ -23,19 +23,19 @@ def check_config(config: Config) -> None:
     _check_addresses(config)
     _check_names(config)
     _check_hosts(config)
-    check_exposure(config, ((field, _listener(config, address)) for field, address in _addresses(config)))
+    check_exposure(config, ((field, _listener(config, address)) for field, address in addresses(config)))
     for index, instance in enumerate(config.instances):
         _check_instance(f"instance[{index}]", instance)
 
 
 def _check_hosts(config: Config) -> None:
     """What is on several hosts must be reached from each of them."""
-    for field, address in _addresses(config):
+    for field, address in addresses(config):
         if field != "router.listen" and is_wildcard(address):
             raise Rejected(field, f"nobody can connect to {address}: name a host, and mesh.listen_host to listen")
     hosts = mesh_hosts(config)
     if len(hosts) > 1:
-        for field, address in _addresses(config):
+        for field, address in addresses(config):
             if field != "router.listen" and host_of(address) == LOCAL_HOST:
                 raise Rejected(field, f"{address} cannot be reached from {_named(hosts - {LOCAL_HOST})}")
     for index, instance in enumerate(config.instances):
@@ -85,7 +85,8 @@ def _check_instance(field: str, instance: InstanceSection) -> None:
         )
 
 
-def _addresses(config: Config) -> Iterator[tuple[str, Address]]:
+def addresses(config: Config) -> Iterator[tuple[str, Address]]:
+    """Every address of the deployment, with its key. Raises Rejected for one that is none."""
     for field, text in (("router.listen", config.router.listen), ("broker.listen", config.broker.listen)):
         yield field, parse_address(text, field)
     for index, instance in enumerate(config.instances):
@@ -96,7 +97,7 @@ def _addresses(config: Config) -> Iterator[tuple[str, Address]]:
 
 def _check_addresses(config: Config) -> None:
     taken: dict[Address, str] = {}
-    for field, address in _addresses(config):
+    for field, address in addresses(config):
         if not address.path and address.port == 0 and field != "router.listen":
             raise Rejected(field, "port 0 is for the router alone: others must know this port beforehand")
         if address in taken:

