@@ -123,6 +123,7 @@ class UnitHost:
         for credential in unit.values.get("LoadCredential", []):
             name, _, source = credential.partition(":")
             shutil.copy(self.root / source.lstrip("/"), folder / name)
+            (folder / name).chmod(0o400)
         name, _, text = unit.value("SetCredential").partition(":")
         (folder / name).write_text(text)
         return folder
