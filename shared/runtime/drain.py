@@ -10,6 +10,10 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
+
+CLOSE_GRACE_S: Final = 5.0
+"""What closing may take after a service's own drain."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,11 @@ import asyncio
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from stagemesh.shared.runtime.drain import CLOSE_GRACE_S
 from stagemesh.shared.runtime.notify import Notifier
 
-CLOSE_GRACE_S: Final = 5.0
-"""What closing may take after the drain."""
 T = TypeVar("T")
 Child = Coroutine[Any, Any, None]
 KEEP_ALIVES: Final = 4  # in the time of the watchdog: one that is lost does no harm

@@ -26,7 +26,7 @@ import msgspec
 from stagemesh.shared.config import dump_toml
 from stagemesh.shared.runtime.child import Child
 from stagemesh.shared.runtime.children import Children
-from stagemesh.shared.runtime.drain import DrainSchedule, Stop
+from stagemesh.shared.runtime.drain import CLOSE_GRACE_S, DrainSchedule, Stop
 from stagemesh.shared.runtime.exits import EXIT_FAILED, ExitAction, describe_exit, on_exit
 from stagemesh.shared.runtime.nats_server import (
     NATS_SPEC,
@@ -42,7 +42,6 @@ from stagemesh.shared.runtime.ready import ready_record, ready_text
 from stagemesh.shared.runtime.reporter import Reporter
 from stagemesh.shared.runtime.restarts import MAX_FALLS, WITHIN_S, Restarts, group_of
 from stagemesh.shared.runtime.rundir import write_atomically
-from stagemesh.shared.runtime.service import CLOSE_GRACE_S
 from stagemesh.shared.runtime.signals import STOP_SIGNALS, SignalPipe, watched_signals
 from stagemesh.shared.runtime.watch import Watch
 

@@ -25,6 +25,7 @@ from stagemesh.shared.rpc.inspect import INSPECT
 from tests.support.accounted import CONTEXT, FAR, PAGE, Work, prompt, sets_after_three
 from tests.support.client import GENERATOR, Answer, generate, token_request
 from tests.support.mesh import ROOT
+from tests.support.queries import names, queries, selected
 from tests.support.running import RunningMesh, running_mesh
 from tests.support.scrape import Scrape, scrape_after
 from tests.support.tiny_models import make_tiny
@@ -81,6 +82,16 @@ def test_the_router_counts_every_request_by_its_end_and_every_token(work: Work, 
     assert router.value("time_per_output_token_seconds_count") == len(work.answers) - 1
     assert router.value("tokenize_seconds_count") == 1
     assert 0 < router.value("time_to_first_token_seconds_sum") < router.value("request_seconds_sum")
+
+
+def test_what_dashboard_and_alerts_ask_for_is_there(scrapes: dict[str, Scrape]) -> None:
+    asked = [(where, expression) for where, expression in queries() if names(expression)]
+    assert len(asked) > 40
+    said = set[str]().union(*(scrape.names for scrape in scrapes.values()))
+    for where, expression in asked:
+        assert names(expression) <= said, where
+        for metric, label, value in selected(expression):
+            assert any(value in scrape.label_values(metric, label) for scrape in scrapes.values()), where
 
 
 def test_heads_and_the_broker_agree_with_what_was_asked(work: Work, scrapes: dict[str, Scrape]) -> None:

@@ -22,6 +22,14 @@ class Scrape:
             for sample in family.samples:
                 self._values.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
 
+    @property
+    def names(self) -> set[str]:
+        return set(self._values)
+
+    def label_values(self, name: str, label: str) -> set[str]:
+        """Those that any series of the full name `name` has for `label`."""
+        return {dict(labels).get(label, "") for labels in self._values.get(name, {})}
+
     def labels(self, name: str) -> list[Mapping[str, str]]:
         return [dict(labels) for labels in self._values[PREFIX + name]]
 

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from stagemesh.shared.errors import PeerLost, Rejected
+from stagemesh.shared.runtime.drain import CLOSE_GRACE_S
 from stagemesh.shared.runtime.exits import EXIT_FAILED, EXIT_REFUSED, report_failure
 from stagemesh.shared.runtime.loop import SWITCH_INTERVAL_S, LagSampler, run
 from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.notify_socket import NotifySocket
-from stagemesh.shared.runtime.service import CLOSE_GRACE_S, Child, StopSignals, run_service
+from stagemesh.shared.runtime.service import Child, StopSignals, run_service
 
 LIMIT_S = 30.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.shared.config.sections import EngineSection
-from stagemesh.shared.runtime.service import CLOSE_GRACE_S
+from stagemesh.shared.runtime.drain import CLOSE_GRACE_S
 from tests.support.units import DEPLOY, SERVICES, UNITS, install, load_unit
 
 MAX_EXPOSURE = 2.5
