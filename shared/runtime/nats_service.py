@@ -1,7 +1,7 @@
 """`stagemesh nats`: a NATS server under an init system, with what the server itself does not tell one.
 
-start --its log says ready--> serving --it answers: WATCHDOG=1, again and again--> SIGTERM, passed on --> ended
-                                 `--it ends by itself: PeerLost
+start --its log says ready--> serving --SIGTERM, passed on--> ended
+                                 `--it ends by itself, or greets nobody any more: PeerLost
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,8 +26,8 @@ from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.service import Child, run_service
 
 ANSWER_TIMEOUT_S: Final = 2.0
-PROBE_INTERVAL_S: Final = 5.0  # without a watchdog nobody hears of it, and a probe costs a connection
-PROBES_A_TIMEOUT: Final = 3  # one may be late or lost
+PROBE_INTERVAL_S: Final = 5.0  # a probe costs a connection
+MAX_SILENCE: Final = 3  # probes without an answer; one may be lost on a busy host
 STOP_TIMEOUT_S: Final = 10.0  # it writes its store to the disk
 DEFAULT_PORT: Final = 4222
 
@@ -63,8 +63,16 @@ def nats_place(config: Config, store_dir: Path | None, server_config: Path | Non
 class NatsService:
     """A `Service` around the server's process."""
 
-    def __init__(self, place: NatsPlace, notifier: Notifier) -> None:
+    def __init__(
+        self,
+        place: NatsPlace,
+        notifier: Notifier,
+        *,
+        interval_s: float = PROBE_INTERVAL_S,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> None:
         self._place, self._notifier = place, notifier
+        self._interval_s, self._answer_timeout_s = interval_s, answer_timeout_s
 
     @property
     def address(self) -> str | None:
@@ -84,7 +92,7 @@ class NatsService:
                 break
         else:
             raise PeerLost(f"the NATS server ended with {await process.wait()}; its log says why")
-        return [self._follow(process), self._probe()]
+        return [self._follow(process), self._probe(process)]
 
     async def withdraw(self) -> None:
         """Clients reconnect by themselves, and the data path does without."""
@@ -99,18 +107,22 @@ class NatsService:
             print(line.decode(errors="replace"), end="", file=sys.stderr)
         raise PeerLost(f"the NATS server ended with {await process.wait()}")
 
-    async def _probe(self) -> None:
-        timeout_s = self._notifier.watchdog_timeout_s
-        while True:
-            if await answers(self._place.host, self._place.port):
-                self._notifier.watchdog()
-            await asyncio.sleep(PROBE_INTERVAL_S if timeout_s is None else timeout_s / PROBES_A_TIMEOUT)
+    async def _probe(self, process: Process) -> None:
+        """Kills a server that hangs, whose clients are connected and hear nothing, and raises PeerLost."""
+        silent = 0
+        while silent < MAX_SILENCE:
+            await asyncio.sleep(self._interval_s)
+            greeted = await answers(self._place.host, self._place.port, self._answer_timeout_s)
+            silent = 0 if greeted else silent + 1
+        with suppress(ProcessLookupError):
+            process.kill()  # it would not hear a milder word
+        raise PeerLost(f"the NATS server has not greeted {MAX_SILENCE} connections")
 
 
-async def answers(host: str, port: int) -> bool:
+async def answers(host: str, port: int, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
     """True if a NATS server greets a new connection: it needs no account for that."""
     try:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(host, port)
             try:
                 return (await reader.readline()).startswith(b"INFO ")

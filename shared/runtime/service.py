@@ -13,7 +13,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from stagemesh.shared.runtime.drain import CLOSE_GRACE_S
 from stagemesh.shared.runtime.notify import Notifier

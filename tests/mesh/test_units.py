@@ -84,7 +84,7 @@ def test_units_get_ready_are_kept_alive_and_drain_with_requests_in_flight(tmp_pa
             host.start(name)
         every = (NATS, BROKER, ROUTER, *STAGES)
         host.until("READY", *every)
-        host.until("WATCHDOG", NATS, times=2)
+        host.until("WATCHDOG", *every, times=2)
         for name in (*STAGES, ROUTER):
             assert host.running[name].count("STATUS"), name
         answers = asyncio.run(drain_under_load(host, Dial(api_key=key)))
