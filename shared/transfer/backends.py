@@ -35,6 +35,7 @@ def open_mooncake(section: TransferSection, device: str, protocol: str, max_batc
             max_batch_bytes=max_batch_bytes,
             max_batch_pieces=section.max_batch_pieces,
             num_bulk_threads=section.io_threads,
+            private_network=section.private_network,
         )
     )
 

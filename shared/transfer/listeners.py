@@ -14,8 +14,12 @@ import struct
 from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
-from stagemesh.shared.errors import Bug
+from stagemesh.shared.errors import Bug, Rejected
 
+NOT_ALLOWED: Final = (
+    "this kernel lets nobody filter a socket without CAP_NET_ADMIN. Once no other host reaches the transfer engine's "
+    "ports (a firewall, or IPAddressAllow=localhost of a unit), set transfer.private_network = true"
+)
 SO_ATTACH_FILTER: Final = 26  # linux/asm-generic/socket.h; the socket module does not name it
 
 # Classic BPF, linux/filter.h: (code, jump if true, jump if false, operand), with offsets relative to the network
@@ -78,7 +82,7 @@ def listeners_since(before: Collection[int]) -> list[socket.socket]:
 def confine_to_loopback(served: Iterable[socket.socket]) -> None:
     """From now on only packets to 127.0.0.0/8 reach the listeners `served`, and what others had opened is shut down.
 
-    Raises Bug where the kernel has no socket filters.
+    Raises Rejected where the kernel does not let this process do it, Bug where it has no socket filters.
     """
     program = b"".join(struct.pack("HBBI", *instruction) for instruction in _LOOPBACK_ONLY)
     memory = ctypes.create_string_buffer(program)
@@ -88,6 +92,8 @@ def confine_to_loopback(served: Iterable[socket.socket]) -> None:
         port = listener.getsockname()[1]
         try:
             listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, argument)
+        except PermissionError:
+            raise Rejected("transfer.host", f"cannot confine port {port} to loopback: {NOT_ALLOWED}") from None
         except OSError as error:
             raise Bug(f"cannot confine port {port} to loopback: {error}") from error
         ports.add(port)

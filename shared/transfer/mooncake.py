@@ -64,6 +64,7 @@ class MooncakeSettings:
     timeout_s: int = 10
     connect_timeout_s: float = 2.0
     min_port: int = 10_000
+    private_network: bool = False  # somebody else keeps other hosts away from the ports
     max_port: int = 32_000  # below the range that Linux gives to outgoing connections
 
     def __post_init__(self) -> None:
@@ -135,7 +136,7 @@ class MooncakeEndpoint:
         engine = create_engine(self._settings)
         self._listeners = listeners_since(before)
         if is_loopback(self._settings.host):
-            confine_to_loopback(self._listeners)
+            self._confine()
         self._engine: Engine | None = engine
         self._port = engine.get_rpc_port()
         self.name = f"{self._settings.host}:{self._port}#{secrets.token_hex(4)}"
@@ -150,6 +151,16 @@ class MooncakeEndpoint:
             return Sender(engine, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
         mappings = Mappings(CudaMapper())
         return IntranodeSender(engine, mappings, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
+
+    def _confine(self) -> None:
+        """Raises Rejected where it is not allowed, and nobody has said that it is done by other means."""
+        try:
+            confine_to_loopback(self._listeners)
+        except Rejected:
+            if not self._settings.private_network:
+                for listener in self._listeners:
+                    listener.close()
+                raise
 
     def register(self, memory: torch.Tensor) -> Region:
         region = self._regions.bounds(memory)

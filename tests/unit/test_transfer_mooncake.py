@@ -225,3 +225,32 @@ def test_a_library_that_cannot_be_loaded_names_what_to_install(monkeypatch: pyte
 def test_settings_that_the_engine_would_not_keep_are_rejected(wrong: dict[str, int]) -> None:
     with pytest.raises(Rejected):
         MooncakeSettings(**wrong)  # type: ignore[arg-type]
+
+
+class NotOurs:
+    """A listener that the kernel lets this process not filter."""
+
+    def getsockname(self) -> tuple[str, int]:
+        return ("0.0.0.0", 12_345)
+
+    def setsockopt(self, *_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+
+def test_without_the_right_to_confine_its_ports_it_is_refused_with_what_to_do() -> None:
+    with pytest.raises(Rejected, match=r"transfer\.host: cannot confine port 12345 .*transfer\.private_network = true"):
+        confine_to_loopback([NotOurs()])  # type: ignore[list-item]
+
+
+def test_ports_that_others_protect_need_no_confinement(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise Rejected("transfer.host", "not allowed")
+
+    monkeypatch.setattr("stagemesh.shared.transfer.mooncake.confine_to_loopback", refuse)
+
+    async def run() -> None:
+        await MooncakeEndpoint(MooncakeSettings(private_network=True)).close()
+        with pytest.raises(Rejected, match="not allowed"):
+            MooncakeEndpoint(MooncakeSettings())
+
+    asyncio.run(run())
