@@ -86,7 +86,7 @@ class Attempt:
     def __init__(self, ref: RequestRef, wanted: Wanted, owner: Owner) -> None:
         self.ref, self.wanted, self._owner = ref, wanted, owner
         self.ticket_s: float | None = None  # it came so long after the start
-        self._made_s = time.monotonic()
+        self.made_s = time.monotonic()
         self._pair: tuple[InstanceRef, ...] = ()
         self._prefill: HeadSession | None = None
         self._decode: HeadSession | None = None
@@ -135,7 +135,7 @@ class Attempt:
             return
         decode = placement.decode.ref
         ticket_id = await tickets.open(self.ref, prefill, decode, len(wanted.token_ids), wanted.sampling.max_tokens)
-        self.ticket_s = time.monotonic() - self._made_s
+        self.ticket_s = time.monotonic() - self.made_s
         try:
             self._decode = self._submit(mesh, decode, ticket_id, "", token_ids=[])
             self._prefill = self._submit(mesh, prefill, ticket_id, decode.name, token_ids=wanted.token_ids)

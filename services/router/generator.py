@@ -17,6 +17,7 @@ from stagemesh.services.router.placement import max_prompt_tokens, max_request_t
 from stagemesh.services.router.record import RequestRecord, RouterRecords
 from stagemesh.services.router.request import Ending, LiveRequest
 from stagemesh.services.router.stop import StopMatcher
+from stagemesh.services.router.trace import traced
 from stagemesh.services.router.turns import Turns
 from stagemesh.services.router.validate import Limits, check_prompt, priority_of, sampling_params
 from stagemesh.shared.config import RouterSection
@@ -26,8 +27,10 @@ from stagemesh.shared.errors import Exhausted
 from stagemesh.shared.model.config import ModelConfig
 from stagemesh.shared.model.tokenizer import Tokenizer
 from stagemesh.shared.obs.log import Log
+from stagemesh.shared.obs.otel import NO_SPANS, Spans
+from stagemesh.shared.obs.trace_ids import TRACEPARENT, request_id_of
 from stagemesh.shared.pb import generator_pb2
-from stagemesh.shared.rpc.guard import Callers
+from stagemesh.shared.rpc.guard import Callers, header
 
 T = TypeVar("T")
 GENERATOR = generator_pb2.DESCRIPTOR.services_by_name["Generator"]
@@ -54,6 +57,7 @@ class GeneratorService:
         callers: Callers | None = None,
         ageing_s: float = 10.0,
         max_ahead: int = 128,
+        spans: Spans = NO_SPANS,
         log: Log,
     ) -> None:
         """Waiting for `ageing_s` is worth a point of priority. `max_ahead` requests for each prefill instance are sent
@@ -65,7 +69,7 @@ class GeneratorService:
         self._entrance = Entrance(section, self._callers, self._room_ahead, ageing_s=ageing_s)
         self._waiting = self._entrance.waiting
         self._turns = Turns()
-        self.records = RouterRecords()
+        self._spans, self.records = spans, RouterRecords(spans)
 
     # -- rpcs --
 
@@ -76,7 +80,7 @@ class GeneratorService:
             client = record.client = self._callers.caller(context).name
             self._entrance.check_room(client, record.arrived_s)
             check_prompt(request, self._limits())
-            request_id = self._entrance.admit(request.request_id or uuid.uuid4().hex, record)
+            request_id = self._entrance.admit(self._named(request, context, record), record)
             live = None
             try:
                 live = await self._taken(request, record)
@@ -112,6 +116,13 @@ class GeneratorService:
         )
 
     # -- a request's way --
+
+    def _named(self, request: generator_pb2.GenerateRequest, context: Any, record: RequestRecord) -> str:
+        """Its id. A request that is traced and has none gets one that names its trace."""
+        if not self._spans.enabled:
+            return request.request_id or uuid.uuid4().hex
+        record.trace = traced(request.request_id, header(context.invocation_metadata(), TRACEPARENT))
+        return request.request_id or request_id_of(record.trace)
 
     def _limits(self) -> Limits:
         """A request may lose its KV when all but its last token are made; a prefill instance must hold those then."""

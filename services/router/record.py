@@ -15,12 +15,15 @@ from typing import Final
 
 from stagemesh.services.router.attempt import Phase
 from stagemesh.services.router.request import LiveRequest
+from stagemesh.services.router.trace import trace_request
 from stagemesh.shared.engine.schedule.stats import waits
 from stagemesh.shared.errors import Exhausted, Rejected
 from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.entry import Detail, Entry
 from stagemesh.shared.obs.metrics import Sample, by_label
+from stagemesh.shared.obs.otel import NO_SPANS, Spans
 from stagemesh.shared.obs.tally import Tally
+from stagemesh.shared.obs.trace_ids import TraceIds
 
 
 class Outcome(Enum):
@@ -74,6 +77,7 @@ class RequestRecord:
         self.arrived_s = time.monotonic()
         self.request_id = "(not admitted)"
         self.client = ""  # the name of its API key
+        self.trace: TraceIds | None = None
         self.is_admitted = False
         self.live: LiveRequest | None = None
         self._waits_for_ticket = self._waits_for_token = True
@@ -123,7 +127,8 @@ class RequestRecord:
 class RouterRecords:
     """Only the loop's thread touches it."""
 
-    def __init__(self) -> None:
+    def __init__(self, spans: Spans = NO_SPANS) -> None:
+        self._spans = spans
         self._open: set[RequestRecord] = set()
         self._ended = dict.fromkeys(Outcome, 0)
         self._prompt_tokens = self._ended_tokens = 0
@@ -160,6 +165,8 @@ class RouterRecords:
     def _close(self, record: RequestRecord, error: BaseException | None) -> None:
         record.note(self._ticket, self._first_token)
         outcome, live = outcome_of(record.live, error), record.live
+        if self._spans.enabled:
+            trace_request(self._spans, record, outcome.value, error if outcome not in ANSWERED else None)
         self._ended[outcome] += 1
         if record.client:
             self._clients[record.client, outcome.value] += 1

@@ -188,6 +188,12 @@ class LiveRequest:
         return Phase.PLACING if self._attempt is None else self._attempt.phase
 
     @property
+    def ticket_at_s(self) -> float | None:
+        """When the attempt that runs had its ticket."""
+        attempt = self._attempt
+        return None if attempt is None or attempt.ticket_s is None else attempt.made_s + attempt.ticket_s
+
+    @property
     def ticket_s(self) -> float | None:
         """From the attempt's start to its ticket."""
         return None if self._attempt is None else self._attempt.ticket_s

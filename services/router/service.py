@@ -23,6 +23,7 @@ from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log, choose_form, configure
 from stagemesh.shared.obs.metrics import Identity, Sample
+from stagemesh.shared.obs.otel import open_spans
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.rpc.access import api_callers, mesh_access, public_listening
 from stagemesh.shared.rpc.broker import BROKER, BrokerClient
@@ -58,6 +59,7 @@ class RouterService:
     async def start(self, stack: AsyncExitStack) -> list[Child]:
         stack.callback(self._tasks.close)
         await self._monitor.start(stack, self._notifier, self._log)
+        spans = open_spans(stack, self._config, service="router", process="router")
         self._notifier.status("loading the tokenizer")
         source = await asyncio.to_thread(open_model, self._config.model.spec)
         tokenizer = await asyncio.to_thread(source.tokenizer)
@@ -83,6 +85,7 @@ class RouterService:
             ageing_s=self._config.engine.priority_ageing_s,
             max_ahead=self._config.router.max_ahead_requests or 2 * self._config.engine.max_prefill_sequences,
             log=self._log,
+            spans=spans,
         )
         inspect = InspectService(self, self._tracer, self._peers, metrics_address=self._monitor.address)
         server = Server({GENERATOR: self._generator, INSPECT: inspect}, self._listening, self._callers)

@@ -22,6 +22,8 @@ def check_config(config: Config) -> None:
         raise Rejected("nats.url", f"must start with nats:// or tls://, got {config.nats.url!r}")
     _check_addresses(config)
     _check_names(config)
+    if config.otel.endpoint and not config.otel.endpoint.startswith(("http://", "https://")):
+        raise Rejected("otel.endpoint", f"must start with http:// or https://, got {config.otel.endpoint!r}")
     _check_hosts(config)
     check_exposure(config, ((field, _listener(config, address)) for field, address in addresses(config)))
     for index, instance in enumerate(config.instances):

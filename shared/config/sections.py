@@ -133,6 +133,14 @@ class MetricsSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
 
 
+class OtelSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Spans of requests go to an OpenTelemetry collector at `endpoint` by OTLP over gRPC, such as http://127.0.0.1:4317;
+    empty: nowhere. Needs stagemesh[otel]. The library's own variables (OTEL_EXPORTER_OTLP_...) say headers and TLS."""
+
+    endpoint: str = ""
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0  # of requests: all their spans, or none
+
+
 class TlsSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """PEM files, read again when they change. With the first three, all of TCP is TLS, and the processes of the mesh
     show each other certificates of `ca_file`; unix sockets are as private as their folder.
@@ -185,6 +193,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     engine: EngineSection = EngineSection()
     transfer: TransferSection = TransferSection()
     metrics: MetricsSection = MetricsSection()
+    otel: OtelSection = OtelSection()
     tls: TlsSection = TlsSection()
     auth: AuthSection = AuthSection()
     instances: tuple[InstanceSection, ...]

@@ -7,12 +7,16 @@ import time
 from collections import deque
 from typing import Any
 
+from stagemesh.shared.obs.request_spans import NO_REQUEST_SPANS, RequestSpans
+
 
 class Tracer:
-    """Keeps the last `capacity` spans. Times are CLOCK_MONOTONIC in nanoseconds, so the processes of one host agree."""
+    """Keeps the last `capacity` spans. Times are CLOCK_MONOTONIC in nanoseconds, so the processes of one host agree.
+    `requests` are the spans of a stage's requests, for a collector; who starts it sets them, if there is one."""
 
     def __init__(self, process: str, capacity: int = 20_000) -> None:
         self.process = process
+        self.requests: RequestSpans = NO_REQUEST_SPANS
         self._spans: deque[dict[str, Any]] = deque(maxlen=capacity)
 
     def span(self, name: str, start_ns: int, end_ns: int | None = None, **attributes: Any) -> None:

@@ -99,9 +99,14 @@ class Callers:
 ANYBODY: Final = Client("", ())
 
 
+def header(metadata: Any, name: str) -> str:
+    """The value that a caller gave, once; else nothing."""
+    found = [value for key, value in metadata or () if key == name]
+    return str(found[0]) if len(found) == 1 else ""
+
+
 def _authorization(metadata: Any) -> str | None:
-    found = [value for key, value in metadata or () if key == AUTHORIZATION]
-    return str(found[0]) if len(found) == 1 else None
+    return header(metadata, AUTHORIZATION) or None
 
 
 class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # the library has no types

@@ -153,6 +153,7 @@ class CudaStageExecutor(StageExecutor):
 
     def _begin_kv(self, command: Command) -> None:
         """Cancels may overtake the steps that are on the device, joins must not be overtaken by them."""
+        self._tracer.requests.applied(command)
         if self._kv is None:
             return
         for join in command.joins:
@@ -187,6 +188,7 @@ class CudaStageExecutor(StageExecutor):
             tokens=step.num_tokens,
             launch_ns=launched.launch_ns,
         )
+        self._tracer.requests.ran(step, now_ns - round(busy_ms * 1e6))
         if self._kv is not None:
             for row in step.rows.tolist():
                 self._kv.progressed(row[HANDLE], self._runner.pages_of(row[HANDLE]), row[START] + row[COUNT])

@@ -192,6 +192,7 @@ class StageExecutor:
         )
         self.steps_done += 1
         self._after(command)
+        self._tracer.requests.ran(step, start_ns)
         if self._sender is None:
             self._onwards.result(step.number, output.tensor.numpy(), output.logprobs)
         else:
@@ -234,6 +235,7 @@ class StageExecutor:
 
     def _after(self, command: Command) -> None:
         """The KV of a step is in the pool: what is complete begins to travel."""
+        self._tracer.requests.applied(command)
         if self._kv is None:
             return
         for join in command.joins:

@@ -185,6 +185,7 @@ class KvSender:
         state = await transfer.settle()
         end_ns = time.monotonic_ns()
         self._tracer.span("kv_write", start_ns, end_ns, ticket=ticket_id, bytes=transfer.num_bytes, state=state.value)
+        self._tracer.requests.wrote(ticket_id, start_ns, end_ns, num_bytes=transfer.num_bytes, state=state.value)
         self.counts.add(transfer, state, (end_ns - start_ns) / 1e9)
         if state is TransferState.FAILED:
             self._give_up(outgoing)  # the ticket has failed: no more is worth sending
@@ -200,6 +201,7 @@ class KvSender:
         del self._outgoing[handle]
         self._reporting[handle], outgoing.reporting_s = outgoing, time.monotonic()
         await self._report(self._outcome(outgoing))
+        self._tracer.requests.reported(outgoing.plan.ticket_id)
         del self._reporting[handle]
 
     def _outcome(self, outgoing: Outgoing) -> Outcome:

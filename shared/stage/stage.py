@@ -22,6 +22,8 @@ from stagemesh.shared.link.ring import RingReceiver, RingSpec
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.obs.metrics import Identity, Sample
+from stagemesh.shared.obs.otel import open_spans
+from stagemesh.shared.obs.request_spans import RequestSpans
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.pb import stage_pb2
 from stagemesh.shared.rpc.access import mesh_access
@@ -94,6 +96,9 @@ class StageService:
     async def start(self, stack: AsyncExitStack) -> list[Child]:
         stack.callback(self._tasks.close)
         await self._monitor.start(stack, self._notifier, self._log)
+        process, role = f"{self._instance.name}/{self._pp_rank}", self._instance.role
+        spans = open_spans(stack, self._config, service=role, process=process)
+        self._tracer.requests = RequestSpans(spans, role, process)
         parts = await asyncio.to_thread(
             build_parts,
             self._config,
