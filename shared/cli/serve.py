@@ -20,6 +20,9 @@ StageOption = Annotated[
     str | None, typer.Option("--stage", envvar="STAGEMESH_STAGE", help="Instance and rank in one, such as decode-0:1.")
 ]
 InstanceOption = Annotated[
+    str, typer.Option("--instance", envvar="STAGEMESH_INSTANCE", help="The instance this stage is of.")
+]
+MaybeInstanceOption = Annotated[
     str | None, typer.Option("--instance", envvar="STAGEMESH_INSTANCE", help="The instance this stage is of.")
 ]
 RankOption = Annotated[
@@ -54,14 +57,14 @@ def nats(config: ConfigOption, store_dir: StoreOption = None, server_config: Ser
 
 
 def prefill(
-    config: ConfigOption, stage: StageOption = None, instance: InstanceOption = None, rank: RankOption = None
+    config: ConfigOption, stage: StageOption = None, instance: MaybeInstanceOption = None, rank: RankOption = None
 ) -> None:
     """Run one stage of a prefill instance."""
     _serve("prefill", config, *_stage(stage, instance, rank))
 
 
 def decode(
-    config: ConfigOption, stage: StageOption = None, instance: InstanceOption = None, rank: RankOption = None
+    config: ConfigOption, stage: StageOption = None, instance: MaybeInstanceOption = None, rank: RankOption = None
 ) -> None:
     """Run one stage of a decode instance."""
     _serve("decode", config, *_stage(stage, instance, rank))
