@@ -70,9 +70,8 @@ def choose_protocol(section: TransferSection, device: str, *, one_host: bool = T
     if not known:
         raise Rejected("transfer.backend", f"{section.backend!r} does not move memory of model.device {device!r}")
     if section.protocol == "auto":
-        wanted = PREFERRED if is_loopback(section.host) else PREFERRED_BETWEEN_HOSTS
-        if not one_host:
-            wanted = PREFERRED_OVER_HOSTS[device]
+        in_one = PREFERRED if is_loopback(section.host) else PREFERRED_BETWEEN_HOSTS
+        wanted = in_one if one_host else PREFERRED_OVER_HOSTS[device]
         return next(protocol for protocol in wanted if protocol in known)
     if section.protocol not in known:
         can = ", ".join(known)
