@@ -35,9 +35,10 @@ FIXED_CHARACTERS: Final = 1 << 20
 class ChatRenderer:
     """Renders one template. May be used by several threads: they wait for each other."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], *, cpu_limit_s: float = CPU_LIMIT_S) -> None:
         """Raises Rejected for what is no template."""
         check_syntax(source)
+        self._cpu_limit_s = cpu_limit_s
         self._template = {"source": source, "special_tokens": dict(special_tokens)}
         self._lock = threading.Lock()
         self._child: _Child | None = None
@@ -63,7 +64,7 @@ class ChatRenderer:
 
     def _running(self) -> _Child:
         if self._child is None:
-            child = self._child = _Child()
+            child = self._child = _Child(self._cpu_limit_s)
             self._end = weakref.finalize(self, child.stop)
             self._ask(child, "model", self._template)
         return self._child
@@ -72,7 +73,7 @@ class ChatRenderer:
         reply = child.ask(request)
         if reply is None:
             self._drop()
-            limits = f"{CPU_LIMIT_S:g} s and {MEMORY_LIMIT_BYTES >> 20} MiB"
+            limits = f"{self._cpu_limit_s:g} s and {MEMORY_LIMIT_BYTES >> 20} MiB"
             raise Rejected(field, f"the model's chat template takes more than {limits}")
         if "rejected" in reply:
             if field == "model":  # it has no template, and would take the next messages for one
@@ -89,8 +90,8 @@ class ChatRenderer:
 class _Child:
     """The process, from its start to its end."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", __name__]
+    def __init__(self, cpu_limit_s: float) -> None:
+        command = [sys.executable, "-m", __name__, str(cpu_limit_s)]
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         except OSError as error:
@@ -124,7 +125,7 @@ class _Child:
 # -- in the child --
 
 
-def serve() -> None:
+def serve(cpu_limit_s: float) -> None:
     """Takes the template, then messages, until stdin ends."""
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which lets the requests of its clients end
         signal.signal(number, signal.SIG_IGN)
@@ -134,7 +135,7 @@ def serve() -> None:
     template: ChatTemplate | None = None
     for line in sys.stdin.buffer:
         # its default action ends the process, in the middle of a loop of C too
-        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
+        signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
         request = json.loads(line)
         try:
             if template is None:
@@ -160,4 +161,4 @@ def _render(template: ChatTemplate, request: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(float(sys.argv[1]))

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from stagemesh.shared.errors import Rejected
-from stagemesh.shared.model import chat_renderer
 from stagemesh.shared.model.chat_renderer import ChatRenderer
 from stagemesh.shared.model.chat_template import MAX_SOURCE_BYTES
 
 MESSAGES = [{"role": "user", "content": "hello"}]
+LIMIT_S = 0.5
 PLAIN = "{{ messages[0].content }}"
 SWITCHED = "{% if messages[0].role == 'bad' %}BAD{% endif %}{{ messages[0].content }}"
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -26,26 +26,20 @@ def render(renderer: ChatRenderer, role: str = "user") -> str:
     return renderer.render([{"role": role, "content": "hello"}], add_generation_prompt=True)
 
 
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process of a renderer reads its limit from its own copy of the module: only what is said differs."""
-    monkeypatch.setattr(chat_renderer, "ANSWER_LIMIT_S", 30.0)
-
-
 @pytest.mark.parametrize(
     ("bad", "problem"),
     [
-        (ENDLESS, "takes more than 2 s and 512 MiB"),
+        (ENDLESS, "takes more than 0.5 s and 512 MiB"),
         (HUGE, "MemoryError|takes more than"),
         (LONG, "makes 9450005 characters of them, over"),
         ("{{ '\\ud800' }}", "half a character"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
-        ("{{ 9 ** (9 ** (messages[0].content | length + 4)) }}", "takes more than 2 s"),
+        ("{{ 9 ** (9 ** (messages[0].content | length + 4)) }}", "takes more than 0.5 s"),
     ],
     ids=["endless", "huge", "long", "half", "recursive", "power"],
 )
 def test_messages_over_a_limit_are_refused_and_the_next_ones_rendered(bad: str, problem: str) -> None:
-    renderer = ChatRenderer(SWITCHED.replace("BAD", bad), {})
+    renderer = ChatRenderer(SWITCHED.replace("BAD", bad), {}, cpu_limit_s=LIMIT_S)
     assert render(renderer) == "hello"
     with pytest.raises(Rejected, match=problem) as caught:
         render(renderer, "bad")
@@ -56,7 +50,7 @@ def test_messages_over_a_limit_are_refused_and_the_next_ones_rendered(bad: str, 
 
 @pytest.mark.parametrize("source", ["{{ 'a' * 10 ** 11 }}", "{{ 9 ** (9 ** 9) }}", "{{ 1 / 0 }}{% include 'x' %}"])
 def test_what_is_computed_when_a_template_is_compiled_is_bounded_too(source: str) -> None:
-    renderer = ChatRenderer(source, {})
+    renderer = ChatRenderer(source, {}, cpu_limit_s=LIMIT_S)
     with pytest.raises(Rejected, match="chat template"):
         render(renderer)
     renderer.close()

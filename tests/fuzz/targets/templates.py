@@ -82,7 +82,7 @@ def messages_of(rng: Random) -> list[dict[str, str]]:
 
 def open_renderings(folder: Path) -> Try:
     def attempt(rng: Random) -> None:
-        renderer = ChatRenderer(template_of(rng), SPECIAL)
+        renderer = ChatRenderer(template_of(rng), SPECIAL, cpu_limit_s=0.5)
         try:
             renderer.render(messages_of(rng), add_generation_prompt=True).encode()
         finally:
