@@ -32,6 +32,10 @@ class Retryable(StagemeshError):
     """It failed without lasting effect; the same call may succeed later."""
 
 
+class Unreachable(Retryable):
+    """Nobody has answered: the peer is away, or too slow. Whether the call had an effect is not known."""
+
+
 class Cancelled(StagemeshError):
     """The caller, its deadline or an abort ended the request."""
 

@@ -14,11 +14,14 @@ from typing import Any
 
 from stagemesh.services.broker.describe import ReportTimes, describe_instance
 from stagemesh.services.broker.directory import Directory, flaw
+from stagemesh.services.broker.gathering import check_leg
 from stagemesh.services.broker.heads import Heads
 from stagemesh.services.broker.watchers import Updates, Watchers
 from stagemesh.shared.codec.mesh import instance_from_pb
+from stagemesh.shared.codec.tickets import leg_from_pb
 from stagemesh.shared.core.directory import InstanceInfo, Role
 from stagemesh.shared.core.identity import InstanceRef
+from stagemesh.shared.core.tickets import TicketLeg
 from stagemesh.shared.errors import ProtocolViolation, Rejected, Retryable
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
@@ -27,27 +30,32 @@ from stagemesh.shared.rpc.dial import PLAIN, Dial
 from stagemesh.shared.runtime.tasks import Tasks
 
 LOST_AFTER_S = 2.0
+PARTS = 8
 ROUTER_GONE_AFTER_S = 5.0
 LEFT = "it has left"
 
 
 class Members:
-    """Owns the directory and the connections to the heads in it. `on_lost` hears of instances that have gone, in
+    """Owns the directory and the connections to the heads in it. `broker` says which start of the broker this is.
+    `on_joined` hears of heads that join, with the tickets that they know, `on_lost` of instances that have gone, in
     whatever way, `on_router_gone` of routers."""
 
     def __init__(
         self,
+        broker: str,
         tasks: Tasks,
         log: Log,
         *,
+        on_joined: Callable[[InstanceInfo, list[TicketLeg]], None],
         on_lost: Callable[[InstanceRef], None],
         on_router_gone: Callable[[str], None],
         dial: Dial = PLAIN,
     ) -> None:
         self._tasks, self._log = tasks, log
-        self._on_lost, self._on_router_gone = on_lost, on_router_gone
+        self._on_joined, self._on_lost, self._on_router_gone = on_joined, on_lost, on_router_gone
         self._directory, self.heads = Directory(), Heads(dial)
-        self._watchers = Watchers(self._directory)
+        self._watchers = Watchers(self._directory, broker)
+        self._streams: dict[InstanceRef, object] = {}  # the last one that each head has opened
         self._reports: dict[InstanceRef, ReportTimes] = {}
         self._routers: Counter[str] = Counter()  # streams of each that watches
 
@@ -68,22 +76,36 @@ class Members:
 
     async def join(self, reports: AsyncIterator[broker_pb2.InstanceReport], context: Any) -> None:
         """A head's stream, to its end."""
-        ref: InstanceRef | None = None
-        leaving, why = False, "its stream has broken"
-        updates = self._watchers.add()
+        first = await _first(reports)
+        if first is None:
+            return
+        info, leaving, why = instance_from_pb(first.info), first.leaving, "its stream has broken"
+        ref, legs = info.ref, [check_leg(info.role, leg_from_pb(ticket)) for ticket in first.tickets]
+        self._report(info)
+        updates = self._streams[ref] = self._watchers.add()
         try:
+            self._on_joined(info, legs)
+            silence = _Silence()
             async with asyncio.TaskGroup() as group:
-                sender = group.create_task(_send(updates, context))
-                while not isinstance(report := await _next_report(reports), Silence | None):
-                    info = instance_from_pb(report.info)
-                    ref, leaving = info.ref, report.leaving
-                    self._report(info)
-                why = "it is silent" if isinstance(report, Silence) else "its stream has ended"
-                sender.cancel()
+                others = [group.create_task(work) for work in (_send(updates, context), silence.watch())]
+                async for report in reports:
+                    silence.broken()
+                    leaving = report.leaving
+                    self._report(instance_from_pb(report.info))
+                why = "its stream has ended"
+                for other in others:
+                    other.cancel()
+        except* _Silent:
+            why = "it is silent"
         finally:
             self._watchers.remove(updates)
-            if ref is not None:
+            if self._streams.get(ref) is updates:  # else it has come back by another
+                del self._streams[ref]
                 self._tasks.spawn(self._gone(ref, why=LEFT if leaving else why))
+
+    def gathered(self) -> None:
+        """Who is not here is gone."""
+        self._watchers.gathered()
 
     async def watch(self, router: str) -> AsyncIterator[broker_pb2.DirectoryUpdate]:
         """A router's stream, to its end."""
@@ -120,8 +142,7 @@ class Members:
             self._lose(replaced)
 
     async def _gone(self, ref: InstanceRef, *, why: str) -> None:
-        change = self._directory.remove(ref)
-        if change is None:
+        if ref in self._streams or (change := self._directory.remove(ref)) is None:
             return
         said = self._log.info if why == LEFT else self._log.warning
         said("an instance is gone", instance_name=ref.name, instance_epoch=ref.epoch, reason=why)
@@ -148,19 +169,38 @@ class Members:
         return (describe_instance(info, self._reports[info.ref], now_s) for info in self._directory)
 
 
-class Silence:
+class _Silent(Exception):
     """Nothing has come for LOST_AFTER_S."""
 
 
-async def _next_report(
-    reports: AsyncIterator[broker_pb2.InstanceReport],
-) -> broker_pb2.InstanceReport | Silence | None:
-    """None at the end of the stream."""
+class _Silence:
+    """How long a stream has been silent. The time in which this process itself did not run (stopped, starved) hardly
+    counts: what has come meanwhile is read before the next part of the limit is over."""
+
+    def __init__(self) -> None:
+        self._heard = True
+
+    def broken(self) -> None:
+        """Something has come."""
+        self._heard = True
+
+    async def watch(self) -> None:
+        """Raises _Silent."""
+        quiet = 0
+        while quiet < PARTS:
+            self._heard = False
+            await asyncio.sleep(LOST_AFTER_S / PARTS)
+            quiet = 0 if self._heard else quiet + 1
+        raise _Silent
+
+
+async def _first(reports: AsyncIterator[broker_pb2.InstanceReport]) -> broker_pb2.InstanceReport | None:
+    """None if none comes."""
     try:
         async with asyncio.timeout(LOST_AFTER_S):
             return await anext(reports, None)
     except TimeoutError:
-        return Silence()
+        return None
 
 
 async def _send(updates: Updates, context: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import sys
@@ -12,13 +13,15 @@ from typing import Any
 
 from stagemesh.services.broker.describe import describe_ticket
 from stagemesh.services.broker.members import Members
+from stagemesh.services.broker.recovery import Recovery
 from stagemesh.services.broker.tickets import Action, Close, Commit, TicketBook, WriterOutcome, spans_of
 from stagemesh.shared.codec.arrays import to_bytes
 from stagemesh.shared.codec.mesh import ref_from_pb, stage_to_pb
 from stagemesh.shared.config import Config
 from stagemesh.shared.config.hosts import listen_address
-from stagemesh.shared.core.directory import Role, mismatch
+from stagemesh.shared.core.directory import InstanceInfo, Role, mismatch
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
+from stagemesh.shared.core.tickets import TicketLeg
 from stagemesh.shared.engine.schedule.stats import waits
 from stagemesh.shared.errors import Bug, Cancelled, PeerLost, ProtocolViolation, Rejected, StagemeshError
 from stagemesh.shared.fsm.ticket import TicketState
@@ -49,10 +52,27 @@ class BrokerService:
         self._tracer, self._lag, self._tasks = Tracer("broker"), LagSampler(), Tasks()
         self._monitor = Monitor(config.metrics, Identity("broker"), self, self._lag)
         self._access = mesh_access(config.tls, log)
+        self._name = secrets.token_hex(4)  # of this start
+        self._tickets = TicketBook(self._name)
         self._members = Members(
-            self._tasks, log, on_lost=self._lost, on_router_gone=self._router_gone, dial=self._access.dial
+            self._name,
+            self._tasks,
+            log,
+            on_joined=self._joined,
+            on_lost=self._lost,
+            on_router_gone=self._router_gone,
+            dial=self._access.dial,
         )
-        self._tickets = TicketBook(secrets.token_hex(4))
+        self._recovery = Recovery(
+            self._tickets,
+            {instance.name: instance.pp_size for instance in config.instances},
+            bound_s=config.broker.rejoin_s,
+            find=self._members.get,
+            carry_out=self._carry_out,
+            on_over=self._members.gathered,
+            log=log,
+        )
+        self._committing: dict[str, asyncio.Event] = {}
         self._reserving: dict[str, float] = {}  # ticket -> since when its pages are being asked for
         self._reserve_wait = waits()
         self._address: str | None = None
@@ -71,6 +91,7 @@ class BrokerService:
         self._address = self._config.broker.listen
         stack.push_async_callback(server.stop)
         await server.set_serving(True)
+        self._tasks.spawn(self._recovery.run())
         self._log.info("broker is up", address=self._address)
         return [self._tasks.run(), self._lag.run(), self._monitor.run()]
 
@@ -91,8 +112,12 @@ class BrokerService:
         async for update in self._members.watch(request.router):
             yield update
 
+    def _joined(self, info: InstanceInfo, legs: list[TicketLeg]) -> None:
+        self._recovery.joined(info, legs)
+
     def _lost(self, ref: InstanceRef) -> None:
         self._carry_out(self._tickets.lose(ref))
+        self._recovery.lost(ref)
 
     def _router_gone(self, router: str) -> None:
         self._carry_out(self._tickets.abandon(router))
@@ -106,8 +131,10 @@ class BrokerService:
     async def OpenTicket(  # noqa: N802
         self, request: broker_pb2.OpenTicketRequest, context: Any
     ) -> broker_pb2.OpenTicketReply:
-        prefill = self._members.of_role(ref_from_pb(request.prefill), Role.PREFILL)
-        decode = self._members.of_role(ref_from_pb(request.decode), Role.DECODE)
+        pair = ref_from_pb(request.prefill), ref_from_pb(request.decode)
+        await self._recovery.until_here(*pair)
+        prefill = self._members.of_role(pair[0], Role.PREFILL)
+        decode = self._members.of_role(pair[1], Role.DECODE)
         if (difference := mismatch(prefill.manifest, decode.manifest)) is not None:
             raise Rejected("manifest", f"{prefill.ref} and {decode.ref} do not fit: {difference}")
         limit = decode.manifest.num_pages * decode.manifest.page_size
@@ -120,7 +147,7 @@ class BrokerService:
     async def Reserve(  # noqa: N802
         self, request: broker_pb2.ReserveRequest, context: Any
     ) -> broker_pb2.ReserveReply:
-        ticket = self._tickets.get(request.ticket_id)
+        ticket = await self._recovery.ticket(request.ticket_id)
         remaining_s = context.time_remaining()
         since_s = self._reserving[ticket.ticket_id] = time.monotonic()
         try:
@@ -137,7 +164,7 @@ class BrokerService:
         return broker_pb2.ReserveReply(pages=to_bytes(pages), targets=[stage_to_pb(s) for s in decode.stages])
 
     async def Fill(self, request: broker_pb2.FillRequest, context: Any) -> broker_pb2.FillReply:  # noqa: N802
-        filling = self._tickets.fill(self._tickets.get(request.ticket_id))
+        filling = self._tickets.fill(await self._recovery.ticket(request.ticket_id))
         return broker_pb2.FillReply(taken_back=not filling)
 
     async def Unreserve(  # noqa: N802
@@ -155,19 +182,24 @@ class BrokerService:
     async def ReportWriter(  # noqa: N802
         self, request: broker_pb2.WriterReport, context: Any
     ) -> broker_pb2.WriterReportReply:
-        ticket = self._tickets.get(request.ticket_id)
+        try:
+            ticket = await self._recovery.ticket(request.ticket_id)
+        except Cancelled:  # it is over: nobody wants to know
+            return broker_pb2.WriterReportReply(broker=self._name)
         if ref_from_pb(request.instance) != ticket.prefill:
             raise ProtocolViolation(f"ticket {ticket.ticket_id} is not written by {ref_from_pb(request.instance)}")
         spans = spans_of((p.target_rank, p.first_page, p.last_page) for p in request.pieces)
         outcome = WriterOutcome(spans, request.error, request.in_doubt)
         self._carry_out(self._tickets.report(ticket, request.pp_rank, outcome))
-        return broker_pb2.WriterReportReply()
+        if (committed := self._committing.get(ticket.ticket_id)) is not None:
+            await committed.wait()  # until then the writer's head remembers the ticket: another broker may have to ask
+        return broker_pb2.WriterReportReply(broker=self._name)
 
     async def FailTicket(  # noqa: N802
         self, request: broker_pb2.FailTicketRequest, context: Any
     ) -> broker_pb2.FailTicketReply:
         try:
-            ticket = self._tickets.get(request.ticket_id)
+            ticket = await self._recovery.ticket(request.ticket_id)
         except Cancelled:
             return broker_pb2.FailTicketReply()
         self._carry_out(self._tickets.fail(ticket, request.reason, quiescent=request.quiescent))
@@ -177,15 +209,21 @@ class BrokerService:
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
-            self._tasks.spawn(self._commit(action) if isinstance(action, Commit) else self._close(action))
+            if isinstance(action, Commit):
+                self._committing[action.ticket.ticket_id] = asyncio.Event()
+                self._tasks.spawn(self._commit(action))
+            else:
+                self._tasks.spawn(self._close(action))
 
     async def _commit(self, action: Commit) -> None:
         ticket = action.ticket
         try:
             await retry(lambda: self._members.heads.commit(action))
+            self._tickets.release(ticket)
         except PeerLost:
-            return  # its tickets have failed with it
-        self._tickets.release(ticket)
+            pass  # its tickets have failed with it
+        finally:
+            self._committing.pop(ticket.ticket_id).set()
 
     async def _close(self, action: Close) -> None:
         ticket = action.ticket
@@ -207,7 +245,8 @@ class BrokerService:
 
     @property
     def held(self) -> Mapping[str, int]:
-        return {"tickets": len(self._tickets), "tasks": len(self._tasks)}
+        tickets = len(self._tickets) + self._recovery.num_pending
+        return {"tickets": tickets, "tasks": len(self._tasks) - self._recovery.gathering}
 
     @property
     def gauges(self) -> Mapping[str, int]:

@@ -109,6 +109,7 @@ class TicketBook:
     def __init__(self, prefix: str) -> None:
         self._prefix, self._opened = prefix, 0
         self._tickets: dict[str, Ticket] = {}
+        self._by_request: dict[RequestRef, Ticket] = {}
         self.closed_by_outcome = {"committed": 0, "failed": 0}
 
     def __len__(self) -> int:
@@ -126,6 +127,10 @@ class TicketBook:
         max_tokens: int,
         router: str = "",
     ) -> Ticket:
+        """Asked again for the same, it gives the same: its first answer was lost."""
+        known = self._by_request.get(request)
+        if known is not None and (known.prefill, known.decode, known.router) == (prefill.ref, decode.ref, router):
+            return known
         self._opened += 1
         ticket = Ticket(
             ticket_id=f"{self._prefix}-{self._opened}",
@@ -139,8 +144,21 @@ class TicketBook:
             num_writers=len(prefill.stages),
             router=router,
         )
-        self._tickets[ticket.ticket_id] = ticket
+        self.adopt(ticket)
         return ticket
+
+    def adopt(self, ticket: Ticket) -> None:
+        """It is in this book from now on."""
+        self._tickets[ticket.ticket_id] = self._by_request[ticket.request] = ticket
+
+    def is_own(self, ticket_id: str) -> bool:
+        """It was opened here, not by a broker before this one."""
+        return ticket_id.startswith(f"{self._prefix}-")
+
+    def _remove(self, ticket: Ticket) -> None:
+        del self._tickets[ticket.ticket_id]
+        if self._by_request.get(ticket.request) is ticket:
+            del self._by_request[ticket.request]
 
     def get(self, ticket_id: str) -> Ticket:
         """Raises Cancelled for a ticket that is closed, or never was."""
@@ -180,9 +198,12 @@ class TicketBook:
         return True
 
     def report(self, ticket: Ticket, pp_rank: int, outcome: WriterOutcome) -> list[Action]:
-        """A writer has nothing in flight any more. Raises ProtocolViolation for a writer that the ticket has not."""
+        """A writer has nothing in flight any more. May come twice: its first answer was lost. Raises ProtocolViolation
+        for a writer that the ticket has not."""
         if not 0 <= pp_rank < ticket.num_writers:
             raise ProtocolViolation(f"ticket {ticket.ticket_id} has no writer {pp_rank}")
+        if ticket.state is TicketState.COMMITTED:
+            return []
         if ticket.state not in (TicketState.FILLING, TicketState.QUIESCING):
             raise ProtocolViolation(f"ticket {ticket.ticket_id} is {ticket.state.value}: no writer reports now")
         ticket.outcomes[pp_rank] = outcome
@@ -219,7 +240,7 @@ class TicketBook:
             return  # the decode instance was lost meanwhile
         ticket.move(TicketEvent.RELEASE)
         self.closed_by_outcome["committed"] += 1
-        del self._tickets[ticket.ticket_id]
+        self._remove(ticket)
 
     def lose(self, ref: InstanceRef) -> list[Action]:
         """An instance is gone: its tickets fail. What the other side holds for them waits for proof."""
@@ -234,7 +255,7 @@ class TicketBook:
     def _lose_decode(self, ticket: Ticket) -> list[Action]:
         """Its pages are gone with it: nothing is left to be protected."""
         self.closed_by_outcome["failed"] += 1
-        del self._tickets[ticket.ticket_id]
+        self._remove(ticket)
         ticket.reason = ticket.reason or f"{ticket.decode} is lost"
         return [Close(ticket, ticket.prefill, quiesced=True)]
 
@@ -246,7 +267,7 @@ class TicketBook:
 
     def _close(self, ticket: Ticket) -> Close:
         self.closed_by_outcome["failed"] += 1
-        del self._tickets[ticket.ticket_id]
+        self._remove(ticket)
         return Close(ticket, ticket.decode, quiesced=True)
 
     def by_state(self) -> dict[str, int]:

@@ -13,8 +13,9 @@ from stagemesh.shared.codec.commands import sampling_from_pb
 from stagemesh.shared.codec.mesh import request_from_pb
 from stagemesh.shared.core.commands import Ints, RowLogprobs
 from stagemesh.shared.core.directory import InstanceLoad
-from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.sampling import MAX_TOKENS
+from stagemesh.shared.core.tickets import TicketLeg
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 from stagemesh.shared.engine.schedule.describe import describe_decode
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
@@ -23,7 +24,7 @@ from stagemesh.shared.errors import Cancelled, ProtocolViolation, Rejected, Stag
 from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.metrics import Sample
-from stagemesh.shared.pb import instance_pb2
+from stagemesh.shared.pb import instance_pb2, stage_pb2
 from stagemesh.shared.runtime.backoff import retry
 from stagemesh.shared.stage.head import Head, HeadContext
 from stagemesh.shared.stage.measure import measure_ages, measure_pressure, measure_scheduling, measure_waiting
@@ -52,7 +53,7 @@ class DecodeHead(Head):
         self._scheduler.applied(number)
         self.wake()
 
-    def on_settled(self, ticket_id: str, pp_rank: int) -> None:
+    def on_settled(self, settled: stage_pb2.Settled) -> None:
         raise ProtocolViolation("a decode stage has nothing to settle")
 
     def on_copied(self, handle: int, pp_rank: int, *, restored: bool) -> None:
@@ -78,6 +79,7 @@ class DecodeHead(Head):
             priority=submit.priority,
             waited_s=submit.waited_s,
             recompute=submit.recompute,
+            peer=InstanceRef(submit.peer_instance, submit.peer_epoch),
         )
         self.wake()
 
@@ -113,18 +115,20 @@ class DecodeHead(Head):
         return instance_pb2.ReservePagesReply(pages=to_bytes(pages))
 
     async def _reserve(self, ticket_id: str, request: RequestRef) -> tuple[int, ...]:
-        if ticket_id in self._reserving:
-            raise ProtocolViolation(f"ticket {ticket_id} is being reserved already")
         answer: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
+        before = self._reserving.get(ticket_id)
+        if before is not None and not before.done():
+            before.set_exception(Cancelled(f"ticket {ticket_id}: it is asked for again"))  # by a broker started anew
         self._reserving[ticket_id] = answer
         self._scheduler.reserve(ticket_id, request)
         self.wake()
         try:
             return await answer
         finally:
-            del self._reserving[ticket_id]
-            self._scheduler.cancel_reserve(ticket_id)
-            self.wake()
+            if self._reserving.get(ticket_id) is answer:
+                del self._reserving[ticket_id]
+                self._scheduler.cancel_reserve(ticket_id)
+                self.wake()
 
     async def CommitTicket(  # noqa: N802
         self, request: instance_pb2.CommitTicketRequest, context: Any
@@ -147,6 +151,9 @@ class DecodeHead(Head):
         self.wake()
         return instance_pb2.CloseTicketReply()
 
+    def _legs(self) -> list[TicketLeg]:
+        return list(self._scheduler.legs())
+
     # -- the pump --
 
     def pump(self) -> None:
@@ -168,9 +175,11 @@ class DecodeHead(Head):
 
     async def _take_back(self, ticket_id: str) -> None:
         """Asks the broker for the pages of a ticket. Without an answer they stay where they are: if the broker has
-        taken the reservation back all the same, they are what the ticket gets when it asks again."""
+        taken the reservation back all the same, they are what the ticket gets when it asks again. So it is with the
+        answer of a broker that has been asked before this instance joined the one that there is now."""
+        joins = self._joins
         try:
-            unused = await self._context.broker.unreserve(ticket_id)
+            unused = await self._context.broker.unreserve(ticket_id) and joins == self._joins
         except StagemeshError as error:
             self._context.log.warning("nobody says whether pages are in use", ticket_id=ticket_id, error=str(error))
             unused = False

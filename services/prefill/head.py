@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from stagemesh.services.prefill.reports import NONE, Reports
 from stagemesh.shared.codec.arrays import to_array
 from stagemesh.shared.codec.commands import sampling_from_pb
 from stagemesh.shared.codec.mesh import request_from_pb
 from stagemesh.shared.core.commands import Ints, RowLogprobs
 from stagemesh.shared.core.directory import InstanceLoad
-from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.core.identity import InstanceRef, RequestRef
+from stagemesh.shared.core.tickets import LegState, TicketLeg
 from stagemesh.shared.engine.schedule.describe import describe_prefill
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.engine.schedule.prefill import PrefillScheduler
@@ -21,7 +24,7 @@ from stagemesh.shared.errors import Cancelled, ProtocolViolation, Retryable, Sta
 from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.metrics import Sample, by_label
-from stagemesh.shared.pb import instance_pb2
+from stagemesh.shared.pb import broker_pb2, instance_pb2, stage_pb2
 from stagemesh.shared.runtime.backoff import retry
 from stagemesh.shared.stage.head import Head, HeadContext
 from stagemesh.shared.stage.measure import measure_ages, measure_scheduling
@@ -33,6 +36,8 @@ class PrefillHead(Head):
     def __init__(self, context: HeadContext, scheduler: PrefillScheduler) -> None:
         super().__init__(context)
         self._scheduler = scheduler
+        self._reports = Reports()
+        self._broker = ""  # which start of it this instance has joined
 
     # -- events --
 
@@ -45,8 +50,13 @@ class PrefillHead(Head):
         self._scheduler.applied(number)
         self.wake()
 
-    def on_settled(self, ticket_id: str, pp_rank: int) -> None:
-        self._scheduler.settled(ticket_id, pp_rank)
+    def on_settled(self, settled: stage_pb2.Settled) -> None:
+        report = settled.report
+        self._reports.add(report, settled.broker)
+        self._scheduler.settled(report.ticket_id, report.pp_rank)
+        if settled.broker not in ("", self._broker):
+            self._context.spawn(self._repeat(report))
+        self._forget_reports()
         self.wake()
 
     def on_copied(self, handle: int, pp_rank: int, *, restored: bool) -> None:
@@ -71,10 +81,11 @@ class PrefillHead(Head):
             sampling,
             tokens,
             submit.ticket_id,
-            submit.decode_instance,
+            submit.peer_instance,
             priority=submit.priority,
             waited_s=submit.waited_s,
             recompute=submit.recompute,
+            peer=InstanceRef(submit.peer_instance, submit.peer_epoch),
         )
         self.wake()
 
@@ -109,8 +120,37 @@ class PrefillHead(Head):
         self._check_epoch(request.epoch)
         end = SequenceEnd.LOST if request.lost else SequenceEnd.FAILED
         quiescent = self._scheduler.ticket_failed(request.ticket_id, request.reason, end)
+        quiescent &= not self._reports.doubtful(request.ticket_id)
         self.wake()
         return instance_pb2.CloseTicketReply(quiescent=quiescent)
+
+    def _legs(self) -> list[TicketLeg]:
+        doubtful = self._reports.all_doubtful()
+        legs = [replace(leg, doubtful_writers=doubtful.pop(leg.ticket_id, NONE)) for leg in self._scheduler.legs()]
+        nobody = InstanceRef("", 0)
+        for ticket_id, ranks in doubtful.items():  # all else that is known of them is the decode side's
+            request = RequestRef("", 0)
+            legs.append(TicketLeg(ticket_id, request, nobody, 0, 0, LegState.ENDING, doubtful_writers=ranks))
+        return legs
+
+    def on_joined(self, broker: str) -> None:
+        """What stages have told a broker before this one is told again: it may not have heard it."""
+        self._broker = broker
+        for report in self._reports.unheard(broker):
+            self._context.spawn(self._repeat(report))
+        self._forget_reports()
+
+    def _forget_reports(self) -> None:
+        self._reports.forget(self._broker, lambda ticket_id: not self._scheduler.knows(ticket_id))
+
+    async def _repeat(self, report: broker_pb2.WriterReport) -> None:
+        broker = ""
+        try:
+            broker = await retry(lambda: self._context.broker.report_writer(report))
+        except StagemeshError as error:
+            self._context.log.warning("a report was refused", ticket_id=report.ticket_id, error=str(error))
+        self._reports.heard(report, broker)
+        self._forget_reports()
 
     # -- the pump --
 
@@ -138,12 +178,20 @@ class PrefillHead(Head):
 
     async def _fill(self, ticket_id: str) -> None:
         try:
-            granted = await retry(lambda: self._context.broker.fill(ticket_id))
+            granted = await self._fill_granted(ticket_id)
         except StagemeshError as error:
             self._scheduler.ticket_failed(ticket_id, str(error), _end_for(error))
         else:
             (self._scheduler.filled if granted else self._scheduler.ask_again)(ticket_id)
         self.wake()
+
+    async def _fill_granted(self, ticket_id: str) -> bool:
+        """The word of a broker that was asked before this instance joined the one that there is now counts no more."""
+        while True:
+            joins = self._joins
+            granted = await retry(lambda: self._context.broker.fill(ticket_id))
+            if joins == self._joins:
+                return granted
 
     async def _fail(self, failed: FailedTicket) -> None:
         broker = self._context.broker

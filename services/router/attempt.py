@@ -28,7 +28,7 @@ from stagemesh.services.router.session import HeadSession
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
-from stagemesh.shared.errors import Retryable, StagemeshError
+from stagemesh.shared.errors import Retryable, StagemeshError, Unreachable
 
 PLACEMENT_WAIT_S = 5.0  # for a pair of instances to be there
 SEND_OFF_S = 1.0  # the same, where an instance has been lost
@@ -94,7 +94,8 @@ class Attempt:
         self._starting: asyncio.Task[None] | None = None
 
     async def start(self, mesh: MeshView, tickets: Tickets) -> None:
-        """Sends it off, or tells the owner why it cannot be: Retryable if nobody takes it within PLACEMENT_WAIT_S."""
+        """Sends it off, or tells the owner why it cannot be: Retryable if nobody takes it within PLACEMENT_WAIT_S, or
+        the broker is away for too long."""
         if self._released:
             return
         self._starting = asyncio.current_task()
@@ -105,7 +106,7 @@ class Attempt:
             failure = error
         finally:
             self._starting = None
-        if isinstance(failure, Retryable) and self._pair:
+        if isinstance(failure, Retryable) and not isinstance(failure, Unreachable) and self._pair:
             self._owner.on_lost(self, self._pair, str(failure))
         elif failure is not None:
             self._owner.on_failure(self, failure)
@@ -119,6 +120,8 @@ class Attempt:
             mesh.changed.clear()
             try:
                 return await self._send_to(placement, mesh, tickets)
+            except Unreachable:
+                raise
             except Retryable:
                 if self._decode is not None or self._prefill is not None or time.monotonic() >= deadline_s:
                     raise
@@ -131,14 +134,14 @@ class Attempt:
         prefill = placement.prefill.ref
         self._pair = (prefill,) if placement.decode is None else (prefill, placement.decode.ref)
         if placement.decode is None:
-            self._prefill = self._submit(mesh, prefill, "", "", token_ids=wanted.token_ids)
+            self._prefill = self._submit(mesh, prefill, "", None, token_ids=wanted.token_ids)
             return
         decode = placement.decode.ref
         ticket_id = await tickets.open(self.ref, prefill, decode, len(wanted.token_ids), wanted.sampling.max_tokens)
         self.ticket_s = time.monotonic() - self.made_s
         try:
-            self._decode = self._submit(mesh, decode, ticket_id, "", token_ids=[])
-            self._prefill = self._submit(mesh, prefill, ticket_id, decode.name, token_ids=wanted.token_ids)
+            self._decode = self._submit(mesh, decode, ticket_id, prefill, token_ids=[])
+            self._prefill = self._submit(mesh, prefill, ticket_id, decode, token_ids=wanted.token_ids)
         except StagemeshError:
             tickets.fail(ticket_id, "it could not be sent off")
             raise
@@ -160,8 +163,9 @@ class Attempt:
                 pass
 
     def _submit(
-        self, mesh: MeshView, instance: InstanceRef, ticket_id: str, decode_instance: str, *, token_ids: list[int]
+        self, mesh: MeshView, instance: InstanceRef, ticket_id: str, peer: InstanceRef | None, *, token_ids: list[int]
     ) -> HeadSession:
+        """`peer` is the other leg of the ticket."""
         session, wanted = mesh.session(instance), self.wanted
         session.submit(
             self,
@@ -170,7 +174,7 @@ class Attempt:
             prompt_tokens=len(wanted.token_ids),
             token_ids=token_ids,
             ticket_id=ticket_id,
-            decode_instance=decode_instance,
+            peer=peer,
             priority=wanted.priority,
             waited_s=time.monotonic() - wanted.arrived_s,
             recompute=wanted.recompute,

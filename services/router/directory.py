@@ -1,7 +1,8 @@
 """The router's view of the directory, and its sessions with the heads in it.
 
 broker --snapshot, changes--> directory --joined--> session     --gone--> its requests run on elsewhere
-While the broker is away the last view stays: instances that answer go on being used.
+While the broker is away, and until one that has just started knows who is there, the last view stays: instances that
+answer go on being used.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class MeshView:
     def _take(self, update: broker_pb2.DirectoryUpdate) -> None:
         changed = [instance_from_pb(message) for message in update.changed]
         gone = [ref_from_pb(message) for message in update.removed]
-        if update.snapshot:
+        if update.snapshot and not update.gathering:
             present = {info.ref for info in changed}
             gone += [info.ref for info in self._instances.values() if info.ref not in present]
         for ref in gone:

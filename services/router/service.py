@@ -73,6 +73,7 @@ class RouterService:
             self._log,
             PrefixIndex() if self._config.engine.prefix_cache else PrefixIndex(max_pages=0),
         )
+        tickets = Tickets(BrokerClient(broker, name), self._tasks.spawn, self._config.router.broker_wait_s)
         self._generator = GeneratorService(
             section=self._config.router,
             model=self._config.model.path,
@@ -80,7 +81,7 @@ class RouterService:
             config=source.config,
             tokenizer=tokenizer,
             mesh=mesh,
-            start=Starter(mesh, Tickets(BrokerClient(broker, name), self._tasks.spawn), self._tasks.spawn),
+            start=Starter(mesh, tickets, self._tasks.spawn),
             callers=self._callers,
             ageing_s=self._config.engine.priority_ageing_s,
             max_ahead=self._config.router.max_ahead_requests or 2 * self._config.engine.max_prefill_sequences,

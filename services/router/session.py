@@ -80,12 +80,13 @@ class HeadSession:
         prompt_tokens: int,
         token_ids: list[int],
         ticket_id: str,
-        decode_instance: str,
+        peer: InstanceRef | None = None,
         priority: int = 0,
         waited_s: float = 0.0,
         recompute: bool = False,
     ) -> None:
-        """From now on `receiver` gets the outputs, the last one with an `end`. `waited_s` is since the request came.
+        """From now on `receiver` gets the outputs, the last one with an `end`. `waited_s` is since the request came,
+        `peer` the other leg of its ticket.
         Raises Exhausted if the head is far behind."""
         if self._outgoing.qsize() >= MAX_QUEUED:
             raise Exhausted(f"{self.ref} takes no more requests: it has {MAX_QUEUED} messages to read")
@@ -95,7 +96,8 @@ class HeadSession:
             prompt_tokens=prompt_tokens,
             token_ids=to_bytes(token_ids),
             ticket_id=ticket_id,
-            decode_instance=decode_instance,
+            peer_instance="" if peer is None else peer.name,
+            peer_epoch=0 if peer is None else peer.epoch,
             priority=priority,
             waited_s=waited_s,
             recompute=recompute,

@@ -46,9 +46,11 @@ class NatsSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class BrokerSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`listen` is `unix:/path` or `host:port`."""
+    """`listen` is `unix:/path` or `host:port`. One that has just started waits up to `rejoin_s` for instances of the
+    deployment: a ticket whose other side has not come back by then fails."""
 
     listen: str
+    rejoin_s: Seconds = 5.0
 
 
 class RouterSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -67,6 +69,7 @@ class RouterSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     # those sent off without a first token yet, for each prefill instance; the others wait their turn among API keys.
     # None: twice engine.max_prefill_sequences
     max_ahead_requests: Count | None = None
+    broker_wait_s: Seconds = 15.0  # that a request waits for a ticket while the broker is away; then UNAVAILABLE
     max_attempts: Count = 3  # of a request whose instances are lost; those for want of memory are not counted
 
 

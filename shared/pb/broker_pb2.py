@@ -25,47 +25,51 @@ _sym_db = _symbol_database.Default()
 from stagemesh.shared.pb import mesh_pb2 as stagemesh_dot_shared_dot_pb_dot_mesh__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n stagemesh/shared/pb/broker.proto\x12\x0cstagemesh.v1\x1a\x1estagemesh/shared/pb/mesh.proto\"\x8c\x01\n\x0eInstanceReport\x12(\n\x04info\x18\x01 \x01(\x0b\x32\x1a.stagemesh.v1.InstanceInfo\x12-\n\x08progress\x18\x02 \x03(\x0b\x32\x1b.stagemesh.v1.StageProgress\x12\x10\n\x08has_work\x18\x03 \x01(\x08\x12\x0f\n\x07leaving\x18\x04 \x01(\x08\"\x1e\n\x0cWatchRequest\x12\x0e\n\x06router\x18\x01 \x01(\t\"|\n\x0f\x44irectoryUpdate\x12\x10\n\x08snapshot\x18\x01 \x01(\x08\x12+\n\x07\x63hanged\x18\x02 \x03(\x0b\x32\x1a.stagemesh.v1.InstanceInfo\x12*\n\x07removed\x18\x03 \x03(\x0b\x32\x19.stagemesh.v1.InstanceRef\"*\n\x0bInstanceRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\xca\x01\n\x11OpenTicketRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12*\n\x07prefill\x18\x03 \x01(\x0b\x32\x19.stagemesh.v1.InstanceRef\x12)\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x19.stagemesh.v1.InstanceRef\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x0e\n\x06router\x18\x07 \x01(\t\"$\n\x0fOpenTicketReply\x12\x11\n\tticket_id\x18\x01 \x01(\t\"#\n\x0eReserveRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\"G\n\x0cReserveReply\x12\r\n\x05pages\x18\x01 \x01(\x0c\x12(\n\x07targets\x18\x02 \x03(\x0b\x32\x17.stagemesh.v1.StageInfo\" \n\x0b\x46illRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\"\x1f\n\tFillReply\x12\x12\n\ntaken_back\x18\x01 \x01(\x08\"%\n\x10UnreserveRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\"\"\n\x0eUnreserveReply\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\"H\n\nPieceRange\x12\x13\n\x0btarget_rank\x18\x01 \x01(\r\x12\x12\n\nfirst_page\x18\x02 \x01(\r\x12\x11\n\tlast_page\x18\x03 \x01(\r\"\xbc\x01\n\x0cWriterReport\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12+\n\x08instance\x18\x02 \x01(\x0b\x32\x19.stagemesh.v1.InstanceRef\x12\x0f\n\x07pp_rank\x18\x03 \x01(\r\x12(\n\x06pieces\x18\x04 \x03(\x0b\x32\x18.stagemesh.v1.PieceRange\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x04\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x10\n\x08in_doubt\x18\x07 \x01(\x08\"\x13\n\x11WriterReportReply\"I\n\x11\x46\x61ilTicketRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\tquiescent\x18\x03 \x01(\x08\"\x11\n\x0f\x46\x61ilTicketReply2\xcc\x04\n\x06\x42roker\x12G\n\x04Join\x12\x1c.stagemesh.v1.InstanceReport\x1a\x1d.stagemesh.v1.DirectoryUpdate(\x01\x30\x01\x12\x44\n\x05Watch\x12\x1a.stagemesh.v1.WatchRequest\x1a\x1d.stagemesh.v1.DirectoryUpdate0\x01\x12L\n\nOpenTicket\x12\x1f.stagemesh.v1.OpenTicketRequest\x1a\x1d.stagemesh.v1.OpenTicketReply\x12\x43\n\x07Reserve\x12\x1c.stagemesh.v1.ReserveRequest\x1a\x1a.stagemesh.v1.ReserveReply\x12:\n\x04\x46ill\x12\x19.stagemesh.v1.FillRequest\x1a\x17.stagemesh.v1.FillReply\x12I\n\tUnreserve\x12\x1e.stagemesh.v1.UnreserveRequest\x1a\x1c.stagemesh.v1.UnreserveReply\x12K\n\x0cReportWriter\x12\x1a.stagemesh.v1.WriterReport\x1a\x1f.stagemesh.v1.WriterReportReply\x12L\n\nFailTicket\x12\x1f.stagemesh.v1.FailTicketRequest\x1a\x1d.stagemesh.v1.FailTicketReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n stagemesh/shared/pb/broker.proto\x12\x0cstagemesh.v1\x1a\x1estagemesh/shared/pb/mesh.proto\"\xb9\x01\n\x0eInstanceReport\x12(\n\x04info\x18\x01 \x01(\x0b\x32\x1a.stagemesh.v1.InstanceInfo\x12-\n\x08progress\x18\x02 \x03(\x0b\x32\x1b.stagemesh.v1.StageProgress\x12\x10\n\x08has_work\x18\x03 \x01(\x08\x12\x0f\n\x07leaving\x18\x04 \x01(\x08\x12+\n\x07tickets\x18\x05 \x03(\x0b\x32\x1a.stagemesh.v1.TicketReport\"\xe9\x01\n\x0cTicketReport\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\'\n\x04peer\x18\x04 \x01(\x0b\x32\x19.stagemesh.v1.InstanceRef\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12$\n\x03leg\x18\x07 \x01(\x0e\x32\x17.stagemesh.v1.TicketLeg\x12\r\n\x05pages\x18\x08 \x01(\x0c\x12\x18\n\x10\x64oubtful_writers\x18\t \x03(\r\"\x1e\n\x0cWatchRequest\x12\x0e\n\x06router\x18\x01 \x01(\t\"\x9f\x01\n\x0f\x44irectoryUpdate\x12\x10\n\x08snapshot\x18\x01 \x01(\x08\x12+\n\x07\x63hanged\x18\x02 \x03(\x0b\x32\x1a.stagemesh.v1.InstanceInfo\x12*\n\x07removed\x18\x03 \x03(\x0b\x32\x19.stagemesh.v1.InstanceRef\x12\x11\n\tgathering\x18\x04 \x01(\x08\x12\x0e\n\x06\x62roker\x18\x05 \x01(\t\"*\n\x0bInstanceRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\xca\x01\n\x11OpenTicketRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12*\n\x07prefill\x18\x03 \x01(\x0b\x32\x19.stagemesh.v1.InstanceRef\x12)\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x19.stagemesh.v1.InstanceRef\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x0e\n\x06router\x18\x07 \x01(\t\"$\n\x0fOpenTicketReply\x12\x11\n\tticket_id\x18\x01 \x01(\t\"#\n\x0eReserveRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\"G\n\x0cReserveReply\x12\r\n\x05pages\x18\x01 \x01(\x0c\x12(\n\x07targets\x18\x02 \x03(\x0b\x32\x17.stagemesh.v1.StageInfo\" \n\x0b\x46illRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\"\x1f\n\tFillReply\x12\x12\n\ntaken_back\x18\x01 \x01(\x08\"%\n\x10UnreserveRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\"\"\n\x0eUnreserveReply\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\"H\n\nPieceRange\x12\x13\n\x0btarget_rank\x18\x01 \x01(\r\x12\x12\n\nfirst_page\x18\x02 \x01(\r\x12\x11\n\tlast_page\x18\x03 \x01(\r\"\xbc\x01\n\x0cWriterReport\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12+\n\x08instance\x18\x02 \x01(\x0b\x32\x19.stagemesh.v1.InstanceRef\x12\x0f\n\x07pp_rank\x18\x03 \x01(\r\x12(\n\x06pieces\x18\x04 \x03(\x0b\x32\x18.stagemesh.v1.PieceRange\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x04\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x10\n\x08in_doubt\x18\x07 \x01(\x08\"#\n\x11WriterReportReply\x12\x0e\n\x06\x62roker\x18\x01 \x01(\t\"I\n\x11\x46\x61ilTicketRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\tquiescent\x18\x03 \x01(\x08\"\x11\n\x0f\x46\x61ilTicketReply*\xa1\x01\n\tTicketLeg\x12\x1a\n\x16TICKET_LEG_UNSPECIFIED\x10\x00\x12\x16\n\x12TICKET_LEG_WAITING\x10\x01\x12\x17\n\x13TICKET_LEG_RESERVED\x10\x02\x12\x16\n\x12TICKET_LEG_FILLING\x10\x03\x12\x18\n\x14TICKET_LEG_COMMITTED\x10\x04\x12\x15\n\x11TICKET_LEG_ENDING\x10\x05\x32\xcc\x04\n\x06\x42roker\x12G\n\x04Join\x12\x1c.stagemesh.v1.InstanceReport\x1a\x1d.stagemesh.v1.DirectoryUpdate(\x01\x30\x01\x12\x44\n\x05Watch\x12\x1a.stagemesh.v1.WatchRequest\x1a\x1d.stagemesh.v1.DirectoryUpdate0\x01\x12L\n\nOpenTicket\x12\x1f.stagemesh.v1.OpenTicketRequest\x1a\x1d.stagemesh.v1.OpenTicketReply\x12\x43\n\x07Reserve\x12\x1c.stagemesh.v1.ReserveRequest\x1a\x1a.stagemesh.v1.ReserveReply\x12:\n\x04\x46ill\x12\x19.stagemesh.v1.FillRequest\x1a\x17.stagemesh.v1.FillReply\x12I\n\tUnreserve\x12\x1e.stagemesh.v1.UnreserveRequest\x1a\x1c.stagemesh.v1.UnreserveReply\x12K\n\x0cReportWriter\x12\x1a.stagemesh.v1.WriterReport\x1a\x1f.stagemesh.v1.WriterReportReply\x12L\n\nFailTicket\x12\x1f.stagemesh.v1.FailTicketRequest\x1a\x1d.stagemesh.v1.FailTicketReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.shared.pb.broker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_TICKETLEG']._serialized_start=1636
+  _globals['_TICKETLEG']._serialized_end=1797
   _globals['_INSTANCEREPORT']._serialized_start=83
-  _globals['_INSTANCEREPORT']._serialized_end=223
-  _globals['_WATCHREQUEST']._serialized_start=225
-  _globals['_WATCHREQUEST']._serialized_end=255
-  _globals['_DIRECTORYUPDATE']._serialized_start=257
-  _globals['_DIRECTORYUPDATE']._serialized_end=381
-  _globals['_INSTANCEREF']._serialized_start=383
-  _globals['_INSTANCEREF']._serialized_end=425
-  _globals['_OPENTICKETREQUEST']._serialized_start=428
-  _globals['_OPENTICKETREQUEST']._serialized_end=630
-  _globals['_OPENTICKETREPLY']._serialized_start=632
-  _globals['_OPENTICKETREPLY']._serialized_end=668
-  _globals['_RESERVEREQUEST']._serialized_start=670
-  _globals['_RESERVEREQUEST']._serialized_end=705
-  _globals['_RESERVEREPLY']._serialized_start=707
-  _globals['_RESERVEREPLY']._serialized_end=778
-  _globals['_FILLREQUEST']._serialized_start=780
-  _globals['_FILLREQUEST']._serialized_end=812
-  _globals['_FILLREPLY']._serialized_start=814
-  _globals['_FILLREPLY']._serialized_end=845
-  _globals['_UNRESERVEREQUEST']._serialized_start=847
-  _globals['_UNRESERVEREQUEST']._serialized_end=884
-  _globals['_UNRESERVEREPLY']._serialized_start=886
-  _globals['_UNRESERVEREPLY']._serialized_end=920
-  _globals['_PIECERANGE']._serialized_start=922
-  _globals['_PIECERANGE']._serialized_end=994
-  _globals['_WRITERREPORT']._serialized_start=997
-  _globals['_WRITERREPORT']._serialized_end=1185
-  _globals['_WRITERREPORTREPLY']._serialized_start=1187
-  _globals['_WRITERREPORTREPLY']._serialized_end=1206
-  _globals['_FAILTICKETREQUEST']._serialized_start=1208
-  _globals['_FAILTICKETREQUEST']._serialized_end=1281
-  _globals['_FAILTICKETREPLY']._serialized_start=1283
-  _globals['_FAILTICKETREPLY']._serialized_end=1300
-  _globals['_BROKER']._serialized_start=1303
-  _globals['_BROKER']._serialized_end=1891
+  _globals['_INSTANCEREPORT']._serialized_end=268
+  _globals['_TICKETREPORT']._serialized_start=271
+  _globals['_TICKETREPORT']._serialized_end=504
+  _globals['_WATCHREQUEST']._serialized_start=506
+  _globals['_WATCHREQUEST']._serialized_end=536
+  _globals['_DIRECTORYUPDATE']._serialized_start=539
+  _globals['_DIRECTORYUPDATE']._serialized_end=698
+  _globals['_INSTANCEREF']._serialized_start=700
+  _globals['_INSTANCEREF']._serialized_end=742
+  _globals['_OPENTICKETREQUEST']._serialized_start=745
+  _globals['_OPENTICKETREQUEST']._serialized_end=947
+  _globals['_OPENTICKETREPLY']._serialized_start=949
+  _globals['_OPENTICKETREPLY']._serialized_end=985
+  _globals['_RESERVEREQUEST']._serialized_start=987
+  _globals['_RESERVEREQUEST']._serialized_end=1022
+  _globals['_RESERVEREPLY']._serialized_start=1024
+  _globals['_RESERVEREPLY']._serialized_end=1095
+  _globals['_FILLREQUEST']._serialized_start=1097
+  _globals['_FILLREQUEST']._serialized_end=1129
+  _globals['_FILLREPLY']._serialized_start=1131
+  _globals['_FILLREPLY']._serialized_end=1162
+  _globals['_UNRESERVEREQUEST']._serialized_start=1164
+  _globals['_UNRESERVEREQUEST']._serialized_end=1201
+  _globals['_UNRESERVEREPLY']._serialized_start=1203
+  _globals['_UNRESERVEREPLY']._serialized_end=1237
+  _globals['_PIECERANGE']._serialized_start=1239
+  _globals['_PIECERANGE']._serialized_end=1311
+  _globals['_WRITERREPORT']._serialized_start=1314
+  _globals['_WRITERREPORT']._serialized_end=1502
+  _globals['_WRITERREPORTREPLY']._serialized_start=1504
+  _globals['_WRITERREPORTREPLY']._serialized_end=1539
+  _globals['_FAILTICKETREQUEST']._serialized_start=1541
+  _globals['_FAILTICKETREQUEST']._serialized_end=1614
+  _globals['_FAILTICKETREPLY']._serialized_start=1616
+  _globals['_FAILTICKETREPLY']._serialized_end=1633
+  _globals['_BROKER']._serialized_start=1800
+  _globals['_BROKER']._serialized_end=2388
 # @@protoc_insertion_point(module_scope)

@@ -1,5 +1,6 @@
 from stagemesh.shared.pb import mesh_pb2 as _mesh_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -7,17 +8,56 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class TicketLeg(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TICKET_LEG_UNSPECIFIED: _ClassVar[TicketLeg]
+    TICKET_LEG_WAITING: _ClassVar[TicketLeg]
+    TICKET_LEG_RESERVED: _ClassVar[TicketLeg]
+    TICKET_LEG_FILLING: _ClassVar[TicketLeg]
+    TICKET_LEG_COMMITTED: _ClassVar[TicketLeg]
+    TICKET_LEG_ENDING: _ClassVar[TicketLeg]
+TICKET_LEG_UNSPECIFIED: TicketLeg
+TICKET_LEG_WAITING: TicketLeg
+TICKET_LEG_RESERVED: TicketLeg
+TICKET_LEG_FILLING: TicketLeg
+TICKET_LEG_COMMITTED: TicketLeg
+TICKET_LEG_ENDING: TicketLeg
+
 class InstanceReport(_message.Message):
-    __slots__ = ("info", "progress", "has_work", "leaving")
+    __slots__ = ("info", "progress", "has_work", "leaving", "tickets")
     INFO_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     HAS_WORK_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    TICKETS_FIELD_NUMBER: _ClassVar[int]
     info: _mesh_pb2.InstanceInfo
     progress: _containers.RepeatedCompositeFieldContainer[_mesh_pb2.StageProgress]
     has_work: bool
     leaving: bool
-    def __init__(self, info: _Optional[_Union[_mesh_pb2.InstanceInfo, _Mapping]] = ..., progress: _Optional[_Iterable[_Union[_mesh_pb2.StageProgress, _Mapping]]] = ..., has_work: _Optional[bool] = ..., leaving: _Optional[bool] = ...) -> None: ...
+    tickets: _containers.RepeatedCompositeFieldContainer[TicketReport]
+    def __init__(self, info: _Optional[_Union[_mesh_pb2.InstanceInfo, _Mapping]] = ..., progress: _Optional[_Iterable[_Union[_mesh_pb2.StageProgress, _Mapping]]] = ..., has_work: _Optional[bool] = ..., leaving: _Optional[bool] = ..., tickets: _Optional[_Iterable[_Union[TicketReport, _Mapping]]] = ...) -> None: ...
+
+class TicketReport(_message.Message):
+    __slots__ = ("ticket_id", "request_id", "attempt", "peer", "prompt_tokens", "max_tokens", "leg", "pages", "doubtful_writers")
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    DOUBTFUL_WRITERS_FIELD_NUMBER: _ClassVar[int]
+    ticket_id: str
+    request_id: str
+    attempt: int
+    peer: InstanceRef
+    prompt_tokens: int
+    max_tokens: int
+    leg: TicketLeg
+    pages: bytes
+    doubtful_writers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ticket_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., peer: _Optional[_Union[InstanceRef, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., leg: _Optional[_Union[TicketLeg, str]] = ..., pages: _Optional[bytes] = ..., doubtful_writers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("router",)
@@ -26,14 +66,18 @@ class WatchRequest(_message.Message):
     def __init__(self, router: _Optional[str] = ...) -> None: ...
 
 class DirectoryUpdate(_message.Message):
-    __slots__ = ("snapshot", "changed", "removed")
+    __slots__ = ("snapshot", "changed", "removed", "gathering", "broker")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
+    GATHERING_FIELD_NUMBER: _ClassVar[int]
+    BROKER_FIELD_NUMBER: _ClassVar[int]
     snapshot: bool
     changed: _containers.RepeatedCompositeFieldContainer[_mesh_pb2.InstanceInfo]
     removed: _containers.RepeatedCompositeFieldContainer[InstanceRef]
-    def __init__(self, snapshot: _Optional[bool] = ..., changed: _Optional[_Iterable[_Union[_mesh_pb2.InstanceInfo, _Mapping]]] = ..., removed: _Optional[_Iterable[_Union[InstanceRef, _Mapping]]] = ...) -> None: ...
+    gathering: bool
+    broker: str
+    def __init__(self, snapshot: _Optional[bool] = ..., changed: _Optional[_Iterable[_Union[_mesh_pb2.InstanceInfo, _Mapping]]] = ..., removed: _Optional[_Iterable[_Union[InstanceRef, _Mapping]]] = ..., gathering: _Optional[bool] = ..., broker: _Optional[str] = ...) -> None: ...
 
 class InstanceRef(_message.Message):
     __slots__ = ("name", "epoch")
@@ -134,8 +178,10 @@ class WriterReport(_message.Message):
     def __init__(self, ticket_id: _Optional[str] = ..., instance: _Optional[_Union[InstanceRef, _Mapping]] = ..., pp_rank: _Optional[int] = ..., pieces: _Optional[_Iterable[_Union[PieceRange, _Mapping]]] = ..., kv_bytes: _Optional[int] = ..., error: _Optional[str] = ..., in_doubt: _Optional[bool] = ...) -> None: ...
 
 class WriterReportReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("broker",)
+    BROKER_FIELD_NUMBER: _ClassVar[int]
+    broker: str
+    def __init__(self, broker: _Optional[str] = ...) -> None: ...
 
 class FailTicketRequest(_message.Message):
     __slots__ = ("ticket_id", "reason", "quiescent")

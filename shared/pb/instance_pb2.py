@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"stagemesh/shared/pb/instance.proto\x12\x0cstagemesh.v1\"/\n\rAdjustRequest\x12\x0f\n\x07setting\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\x1f\n\x0b\x41\x64justReply\x12\x10\n\x08previous\x18\x01 \x01(\x01\"\x13\n\x11\x46lushCacheRequest\" \n\x0f\x46lushCacheReply\x12\r\n\x05pages\x18\x01 \x01(\x04\"\xe9\x01\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\x03\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x03\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x15\n\reos_token_ids\x18\x07 \x03(\x03\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x03\x12\x12\n\nmin_tokens\x18\t \x01(\x03\x12\r\n\x05min_p\x18\n \x01(\x01\x12\x15\n\x08logprobs\x18\x0b \x01(\x03H\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"1\n\nRequestRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x81\x05\n\tSessionUp\x12,\n\x04open\x18\x01 \x01(\x0b\x32\x1c.stagemesh.v1.SessionUp.OpenH\x00\x12\x30\n\x06submit\x18\x02 \x01(\x0b\x32\x1e.stagemesh.v1.SessionUp.SubmitH\x00\x12\x39\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\".stagemesh.v1.SessionUp.FirstTokenH\x00\x12\x36\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32%.stagemesh.v1.SessionUp.AbortSequenceH\x00\x1a%\n\x04Open\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x1a\xea\x01\n\x06Submit\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12(\n\x08sampling\x18\x02 \x01(\x0b\x32\x16.stagemesh.v1.Sampling\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x11\n\tticket_id\x18\x05 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_instance\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x10\n\x08waited_s\x18\x08 \x01(\x01\x12\x11\n\trecompute\x18\t \x01(\x08\x1aI\n\nFirstToken\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12\x10\n\x08token_id\x18\x02 \x01(\x03\x1a:\n\rAbortSequence\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.RequestRefB\x06\n\x04kind\"\xcb\x01\n\x0eSequenceOutput\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12&\n\x03\x65nd\x18\x03 \x01(\x0e\x32\x19.stagemesh.v1.SequenceEnd\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.stagemesh.v1.TokenLogprobs\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x0f\n\x07top_ids\x18\x02 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x03 \x01(\x0c\"<\n\x0bSessionDown\x12-\n\x07outputs\x18\x01 \x03(\x0b\x32\x1c.stagemesh.v1.SequenceOutput\"\x8d\x01\n\x13ReservePagesRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12)\n\x07request\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\"\"\n\x11ReservePagesReply\x12\r\n\x05pages\x18\x01 \x01(\x0c\"7\n\x13\x43ommitTicketRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"%\n\x11\x43ommitTicketReply\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\"f\n\x12\x43loseTicketRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08quiesced\x18\x03 \x01(\x08\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04lost\x18\x05 \x01(\x08\"%\n\x10\x43loseTicketReply\x12\x11\n\tquiescent\x18\x01 \x01(\x08*\xbb\x01\n\x0bSequenceEnd\x12\x15\n\x11SEQUENCE_END_NONE\x10\x00\x12\x15\n\x11SEQUENCE_END_STOP\x10\x01\x12\x17\n\x13SEQUENCE_END_LENGTH\x10\x02\x12\x17\n\x13SEQUENCE_END_FAILED\x10\x03\x12\x19\n\x15SEQUENCE_END_REJECTED\x10\x04\x12\x1a\n\x16SEQUENCE_END_RECOMPUTE\x10\x05\x12\x15\n\x11SEQUENCE_END_LOST\x10\x06\x32\xd6\x03\n\x08Instance\x12\x41\n\x07Session\x12\x17.stagemesh.v1.SessionUp\x1a\x19.stagemesh.v1.SessionDown(\x01\x30\x01\x12R\n\x0cReservePages\x12!.stagemesh.v1.ReservePagesRequest\x1a\x1f.stagemesh.v1.ReservePagesReply\x12R\n\x0c\x43ommitTicket\x12!.stagemesh.v1.CommitTicketRequest\x1a\x1f.stagemesh.v1.CommitTicketReply\x12O\n\x0b\x43loseTicket\x12 .stagemesh.v1.CloseTicketRequest\x1a\x1e.stagemesh.v1.CloseTicketReply\x12@\n\x06\x41\x64just\x12\x1b.stagemesh.v1.AdjustRequest\x1a\x19.stagemesh.v1.AdjustReply\x12L\n\nFlushCache\x12\x1f.stagemesh.v1.FlushCacheRequest\x1a\x1d.stagemesh.v1.FlushCacheReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"stagemesh/shared/pb/instance.proto\x12\x0cstagemesh.v1\"/\n\rAdjustRequest\x12\x0f\n\x07setting\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\x1f\n\x0b\x41\x64justReply\x12\x10\n\x08previous\x18\x01 \x01(\x01\"\x13\n\x11\x46lushCacheRequest\" \n\x0f\x46lushCacheReply\x12\r\n\x05pages\x18\x01 \x01(\x04\"\xe9\x01\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\x03\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x03\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x15\n\reos_token_ids\x18\x07 \x03(\x03\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x03\x12\x12\n\nmin_tokens\x18\t \x01(\x03\x12\r\n\x05min_p\x18\n \x01(\x01\x12\x15\n\x08logprobs\x18\x0b \x01(\x03H\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"1\n\nRequestRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x93\x05\n\tSessionUp\x12,\n\x04open\x18\x01 \x01(\x0b\x32\x1c.stagemesh.v1.SessionUp.OpenH\x00\x12\x30\n\x06submit\x18\x02 \x01(\x0b\x32\x1e.stagemesh.v1.SessionUp.SubmitH\x00\x12\x39\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\".stagemesh.v1.SessionUp.FirstTokenH\x00\x12\x36\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32%.stagemesh.v1.SessionUp.AbortSequenceH\x00\x1a%\n\x04Open\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x1a\xfc\x01\n\x06Submit\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12(\n\x08sampling\x18\x02 \x01(\x0b\x32\x16.stagemesh.v1.Sampling\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x11\n\tticket_id\x18\x05 \x01(\t\x12\x15\n\rpeer_instance\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x10\n\x08waited_s\x18\x08 \x01(\x01\x12\x11\n\trecompute\x18\t \x01(\x08\x12\x12\n\npeer_epoch\x18\n \x01(\x04\x1aI\n\nFirstToken\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12\x10\n\x08token_id\x18\x02 \x01(\x03\x1a:\n\rAbortSequence\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.RequestRefB\x06\n\x04kind\"\xcb\x01\n\x0eSequenceOutput\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12&\n\x03\x65nd\x18\x03 \x01(\x0e\x32\x19.stagemesh.v1.SequenceEnd\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.stagemesh.v1.TokenLogprobs\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x0f\n\x07top_ids\x18\x02 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x03 \x01(\x0c\"<\n\x0bSessionDown\x12-\n\x07outputs\x18\x01 \x03(\x0b\x32\x1c.stagemesh.v1.SequenceOutput\"\x8d\x01\n\x13ReservePagesRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12)\n\x07request\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\"\"\n\x11ReservePagesReply\x12\r\n\x05pages\x18\x01 \x01(\x0c\"7\n\x13\x43ommitTicketRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"%\n\x11\x43ommitTicketReply\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\"f\n\x12\x43loseTicketRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08quiesced\x18\x03 \x01(\x08\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04lost\x18\x05 \x01(\x08\"%\n\x10\x43loseTicketReply\x12\x11\n\tquiescent\x18\x01 \x01(\x08*\xbb\x01\n\x0bSequenceEnd\x12\x15\n\x11SEQUENCE_END_NONE\x10\x00\x12\x15\n\x11SEQUENCE_END_STOP\x10\x01\x12\x17\n\x13SEQUENCE_END_LENGTH\x10\x02\x12\x17\n\x13SEQUENCE_END_FAILED\x10\x03\x12\x19\n\x15SEQUENCE_END_REJECTED\x10\x04\x12\x1a\n\x16SEQUENCE_END_RECOMPUTE\x10\x05\x12\x15\n\x11SEQUENCE_END_LOST\x10\x06\x32\xd6\x03\n\x08Instance\x12\x41\n\x07Session\x12\x17.stagemesh.v1.SessionUp\x1a\x19.stagemesh.v1.SessionDown(\x01\x30\x01\x12R\n\x0cReservePages\x12!.stagemesh.v1.ReservePagesRequest\x1a\x1f.stagemesh.v1.ReservePagesReply\x12R\n\x0c\x43ommitTicket\x12!.stagemesh.v1.CommitTicketRequest\x1a\x1f.stagemesh.v1.CommitTicketReply\x12O\n\x0b\x43loseTicket\x12 .stagemesh.v1.CloseTicketRequest\x1a\x1e.stagemesh.v1.CloseTicketReply\x12@\n\x06\x41\x64just\x12\x1b.stagemesh.v1.AdjustRequest\x1a\x19.stagemesh.v1.AdjustReply\x12L\n\nFlushCache\x12\x1f.stagemesh.v1.FlushCacheRequest\x1a\x1d.stagemesh.v1.FlushCacheReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.shared.pb.instance_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SEQUENCEEND']._serialized_start=1881
-  _globals['_SEQUENCEEND']._serialized_end=2068
+  _globals['_SEQUENCEEND']._serialized_start=1899
+  _globals['_SEQUENCEEND']._serialized_end=2086
   _globals['_ADJUSTREQUEST']._serialized_start=52
   _globals['_ADJUSTREQUEST']._serialized_end=99
   _globals['_ADJUSTREPLY']._serialized_start=101
@@ -46,33 +46,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REQUESTREF']._serialized_start=425
   _globals['_REQUESTREF']._serialized_end=474
   _globals['_SESSIONUP']._serialized_start=477
-  _globals['_SESSIONUP']._serialized_end=1118
+  _globals['_SESSIONUP']._serialized_end=1136
   _globals['_SESSIONUP_OPEN']._serialized_start=701
   _globals['_SESSIONUP_OPEN']._serialized_end=738
   _globals['_SESSIONUP_SUBMIT']._serialized_start=741
-  _globals['_SESSIONUP_SUBMIT']._serialized_end=975
-  _globals['_SESSIONUP_FIRSTTOKEN']._serialized_start=977
-  _globals['_SESSIONUP_FIRSTTOKEN']._serialized_end=1050
-  _globals['_SESSIONUP_ABORTSEQUENCE']._serialized_start=1052
-  _globals['_SESSIONUP_ABORTSEQUENCE']._serialized_end=1110
-  _globals['_SEQUENCEOUTPUT']._serialized_start=1121
-  _globals['_SEQUENCEOUTPUT']._serialized_end=1324
-  _globals['_TOKENLOGPROBS']._serialized_start=1326
-  _globals['_TOKENLOGPROBS']._serialized_end=1397
-  _globals['_SESSIONDOWN']._serialized_start=1399
-  _globals['_SESSIONDOWN']._serialized_end=1459
-  _globals['_RESERVEPAGESREQUEST']._serialized_start=1462
-  _globals['_RESERVEPAGESREQUEST']._serialized_end=1603
-  _globals['_RESERVEPAGESREPLY']._serialized_start=1605
-  _globals['_RESERVEPAGESREPLY']._serialized_end=1639
-  _globals['_COMMITTICKETREQUEST']._serialized_start=1641
-  _globals['_COMMITTICKETREQUEST']._serialized_end=1696
-  _globals['_COMMITTICKETREPLY']._serialized_start=1698
-  _globals['_COMMITTICKETREPLY']._serialized_end=1735
-  _globals['_CLOSETICKETREQUEST']._serialized_start=1737
-  _globals['_CLOSETICKETREQUEST']._serialized_end=1839
-  _globals['_CLOSETICKETREPLY']._serialized_start=1841
-  _globals['_CLOSETICKETREPLY']._serialized_end=1878
-  _globals['_INSTANCE']._serialized_start=2071
-  _globals['_INSTANCE']._serialized_end=2541
+  _globals['_SESSIONUP_SUBMIT']._serialized_end=993
+  _globals['_SESSIONUP_FIRSTTOKEN']._serialized_start=995
+  _globals['_SESSIONUP_FIRSTTOKEN']._serialized_end=1068
+  _globals['_SESSIONUP_ABORTSEQUENCE']._serialized_start=1070
+  _globals['_SESSIONUP_ABORTSEQUENCE']._serialized_end=1128
+  _globals['_SEQUENCEOUTPUT']._serialized_start=1139
+  _globals['_SEQUENCEOUTPUT']._serialized_end=1342
+  _globals['_TOKENLOGPROBS']._serialized_start=1344
+  _globals['_TOKENLOGPROBS']._serialized_end=1415
+  _globals['_SESSIONDOWN']._serialized_start=1417
+  _globals['_SESSIONDOWN']._serialized_end=1477
+  _globals['_RESERVEPAGESREQUEST']._serialized_start=1480
+  _globals['_RESERVEPAGESREQUEST']._serialized_end=1621
+  _globals['_RESERVEPAGESREPLY']._serialized_start=1623
+  _globals['_RESERVEPAGESREPLY']._serialized_end=1657
+  _globals['_COMMITTICKETREQUEST']._serialized_start=1659
+  _globals['_COMMITTICKETREQUEST']._serialized_end=1714
+  _globals['_COMMITTICKETREPLY']._serialized_start=1716
+  _globals['_COMMITTICKETREPLY']._serialized_end=1753
+  _globals['_CLOSETICKETREQUEST']._serialized_start=1755
+  _globals['_CLOSETICKETREQUEST']._serialized_end=1857
+  _globals['_CLOSETICKETREPLY']._serialized_start=1859
+  _globals['_CLOSETICKETREPLY']._serialized_end=1896
+  _globals['_INSTANCE']._serialized_start=2089
+  _globals['_INSTANCE']._serialized_end=2559
 # @@protoc_insertion_point(module_scope)

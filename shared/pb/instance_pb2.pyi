@@ -92,26 +92,28 @@ class SessionUp(_message.Message):
         epoch: int
         def __init__(self, router: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
     class Submit(_message.Message):
-        __slots__ = ("request", "sampling", "prompt_tokens", "token_ids", "ticket_id", "decode_instance", "priority", "waited_s", "recompute")
+        __slots__ = ("request", "sampling", "prompt_tokens", "token_ids", "ticket_id", "peer_instance", "priority", "waited_s", "recompute", "peer_epoch")
         REQUEST_FIELD_NUMBER: _ClassVar[int]
         SAMPLING_FIELD_NUMBER: _ClassVar[int]
         PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
         TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
         TICKET_ID_FIELD_NUMBER: _ClassVar[int]
-        DECODE_INSTANCE_FIELD_NUMBER: _ClassVar[int]
+        PEER_INSTANCE_FIELD_NUMBER: _ClassVar[int]
         PRIORITY_FIELD_NUMBER: _ClassVar[int]
         WAITED_S_FIELD_NUMBER: _ClassVar[int]
         RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
+        PEER_EPOCH_FIELD_NUMBER: _ClassVar[int]
         request: RequestRef
         sampling: Sampling
         prompt_tokens: int
         token_ids: bytes
         ticket_id: str
-        decode_instance: str
+        peer_instance: str
         priority: int
         waited_s: float
         recompute: bool
-        def __init__(self, request: _Optional[_Union[RequestRef, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., ticket_id: _Optional[str] = ..., decode_instance: _Optional[str] = ..., priority: _Optional[int] = ..., waited_s: _Optional[float] = ..., recompute: _Optional[bool] = ...) -> None: ...
+        peer_epoch: int
+        def __init__(self, request: _Optional[_Union[RequestRef, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., ticket_id: _Optional[str] = ..., peer_instance: _Optional[str] = ..., priority: _Optional[int] = ..., waited_s: _Optional[float] = ..., recompute: _Optional[bool] = ..., peer_epoch: _Optional[int] = ...) -> None: ...
     class FirstToken(_message.Message):
         __slots__ = ("request", "token_id")
         REQUEST_FIELD_NUMBER: _ClassVar[int]

@@ -1,5 +1,6 @@
 from stagemesh.shared.pb import mesh_pb2 as _mesh_pb2
 from stagemesh.shared.pb import instance_pb2 as _instance_pb2
+from stagemesh.shared.pb import broker_pb2 as _broker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -162,11 +163,9 @@ class StepResult(_message.Message):
     def __init__(self, step: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Mapping[int, _instance_pb2.TokenLogprobs]] = ...) -> None: ...
 
 class Settled(_message.Message):
-    __slots__ = ("ticket_id", "pp_rank", "error")
-    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
-    PP_RANK_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    ticket_id: str
-    pp_rank: int
-    error: str
-    def __init__(self, ticket_id: _Optional[str] = ..., pp_rank: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    __slots__ = ("report", "broker")
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    BROKER_FIELD_NUMBER: _ClassVar[int]
+    report: _broker_pb2.WriterReport
+    broker: str
+    def __init__(self, report: _Optional[_Union[_broker_pb2.WriterReport, _Mapping]] = ..., broker: _Optional[str] = ...) -> None: ...

@@ -35,6 +35,7 @@ class BrokerClient:
     async def open_ticket(
         self, request: RequestRef, prefill: InstanceRef, decode: InstanceRef, prompt_tokens: int, max_tokens: int
     ) -> str:
+        """May be called again: for the same it gives the same ticket."""
         message = broker_pb2.OpenTicketRequest(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -69,5 +70,7 @@ class BrokerClient:
         message = broker_pb2.FailTicketRequest(ticket_id=ticket_id, reason=reason, quiescent=quiescent)
         await self.client.call("FailTicket", message, timeout_s=CALL_TIMEOUT_S)
 
-    async def report_writer(self, report: broker_pb2.WriterReport) -> None:
-        await self.client.call("ReportWriter", report, timeout_s=CALL_TIMEOUT_S)
+    async def report_writer(self, report: broker_pb2.WriterReport) -> str:
+        """Returns which start of the broker has taken note: one that comes after it has to be told again."""
+        reply = await self.client.call("ReportWriter", report, timeout_s=CALL_TIMEOUT_S)
+        return str(reply.broker)

@@ -16,9 +16,11 @@ from stagemesh.shared.errors import (
     Retryable,
     StagemeshError,
     Unauthenticated,
+    Unreachable,
 )
 
 RETRY_AFTER: Final = "retry-after-s"
+ANSWERED: Final = "stagemesh-answered"  # in the trailing metadata of every status that a server of ours sends itself
 
 _CODES: Final[tuple[tuple[type[Exception], grpc.StatusCode], ...]] = (
     (Rejected, grpc.StatusCode.INVALID_ARGUMENT),
@@ -50,10 +52,11 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
 
 
 def trailing_metadata_of(error: Exception) -> tuple[tuple[str, str], ...]:
-    """What a server sends with the status of `error`: when it makes sense to come back."""
+    """What a server sends with the status of `error`: that it is an answer, and when it makes sense to come back."""
+    answered = ((ANSWERED, "1"),)
     if isinstance(error, Exhausted) and error.retry_after_s is not None:
-        return ((RETRY_AFTER, f"{error.retry_after_s:g}"),)
-    return ()
+        return (*answered, (RETRY_AFTER, f"{error.retry_after_s:g}"))
+    return answered
 
 
 def first_of_ours(error: Exception) -> Exception:
@@ -77,12 +80,15 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> StagemeshError:
             return Unauthenticated(f"{peer}: {details}")
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED:
             if (flaw := _handshake_flaw(details)) is not None:
-                return Retryable(f"no connection to {peer}: {flaw}")
+                return Unreachable(f"no connection to {peer}: {flaw}")
             if "failed to connect" in details:  # the rest of it is for the library's authors
-                return Retryable(f"nothing answers at {peer}")
+                return Unreachable(f"nothing answers at {peer}")
             if details == "Deadline Exceeded":
-                return Retryable(f"{peer}: no answer in time (Deadline Exceeded)")
-            return Retryable(f"{peer}: {details or code.name}")
+                return Unreachable(f"{peer}: no answer in time (Deadline Exceeded)")
+            kind = Retryable if _has_answered(error) else Unreachable
+            return kind(f"{peer}: {details or code.name}")
+        case grpc.StatusCode.CANCELLED if not (_has_answered(error) or "Locally cancelled" in details):
+            return Unreachable(f"{peer}: {details or code.name}")  # the server was stopped under the call
         case grpc.StatusCode.CANCELLED:
             return Cancelled(f"{peer}: {details or code.name}")
         case grpc.StatusCode.FAILED_PRECONDITION:
@@ -100,6 +106,11 @@ def _handshake_flaw(details: str) -> str | None:
         if (at := details.find(said)) >= 0:
             return meant or details[at:].removesuffix(": OK")
     return None
+
+
+def _has_answered(error: grpc.aio.AioRpcError) -> bool:
+    """The status is a server's word, not the library's about a connection."""
+    return any(key == ANSWERED for key, _ in error.trailing_metadata() or ())
 
 
 def _retry_after_s(error: grpc.aio.AioRpcError) -> float | None:

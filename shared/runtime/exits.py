@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from enum import Enum
 
 from stagemesh.shared.errors import StagemeshError
-from stagemesh.shared.runtime.plan import ProcessSpec
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -23,14 +22,14 @@ class ExitAction(Enum):
     STOP_ALL = "stop all"
 
 
-def on_exit(spec: ProcessSpec, wait_status: int, *, is_stopping: bool, is_serving: bool) -> ExitAction:
-    """What to do when the process of `spec` has ended. Pure.
+def on_exit(wait_status: int, *, is_stopping: bool, is_serving: bool) -> ExitAction:
+    """What to do when a process has ended. Pure.
 
-    What dies once all has been ready is started again, but for the broker: only it knows the tickets. While stopping,
-    one that was still starting may die of our SIGTERM; what else is not 0 did not drain.
+    What dies once all has been ready is started again. While stopping, one that was still starting may die of our
+    SIGTERM; what else is not 0 did not drain.
     """
     if not is_stopping:
-        return ExitAction.RESTART if is_serving and spec.service != "broker" else ExitAction.STOP_ALL
+        return ExitAction.RESTART if is_serving else ExitAction.STOP_ALL
     gone_as_asked = os.WIFSIGNALED(wait_status) and os.WTERMSIG(wait_status) == signal.SIGTERM
     return ExitAction.IGNORE if wait_status == 0 or gone_as_asked else ExitAction.REPORT
 

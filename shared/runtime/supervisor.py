@@ -3,7 +3,7 @@
 starting the bus --> starting --all ready--> serving --SIGTERM, SIGINT, SIGHUP--> stopping --> over (exit code 0)
        |                |                       |  ^
        |                |                       |  `--a child ended: its group is started again
-       +----------------+--a child ended, or the time to start is up; the broker ended; a child ended too often
+       +----------------+--a child ended, or the time to start is up; a child ended too often
                                --> stopping --> over (exit code 1)
 
 One thread, no asyncio and no grpc, so that forking is safe: children inherit what was imported here (torch) and
@@ -204,7 +204,7 @@ class Supervisor:
         assert child.wait_status is not None
         said = f"{child.spec.name} {describe_exit(child.wait_status)}"
         is_stopping, is_serving = self._drain is not None, self._phase is Phase.SERVING
-        match on_exit(child.spec, child.wait_status, is_stopping=is_stopping, is_serving=is_serving):
+        match on_exit(child.wait_status, is_stopping=is_stopping, is_serving=is_serving):
             case ExitAction.RESTART if self._restarts.died(group_of(child.spec), time.monotonic()):
                 self._report.error(said)
             case ExitAction.RESTART:

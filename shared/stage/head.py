@@ -16,12 +16,13 @@ from stagemesh.shared.core.commands import Command, Ints, RowLogprobs
 from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.progress import StageProgress
+from stagemesh.shared.core.tickets import TicketLeg
 from stagemesh.shared.errors import ProtocolViolation, Rejected
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.obs.metrics import Sample
 from stagemesh.shared.obs.trace import Tracer
-from stagemesh.shared.pb import instance_pb2
+from stagemesh.shared.pb import instance_pb2, stage_pb2
 from stagemesh.shared.rpc.broker import BrokerClient
 from stagemesh.shared.stage.executor import StageExecutor
 from stagemesh.shared.stage.sessions import Sessions
@@ -52,6 +53,7 @@ class Head(ABC):
         self._epoch = context.info.ref.epoch
         self._sessions = Sessions(self, self._epoch, context.log)
         self._progress: dict[int, StageProgress] = {}
+        self._joins = 0  # how often this instance has told a broker what it knows
         self._pump_scheduled = False
         self._idle = asyncio.Event()
 
@@ -64,7 +66,7 @@ class Head(ABC):
     def on_applied(self, number: int) -> None: ...
 
     @abstractmethod
-    def on_settled(self, ticket_id: str, pp_rank: int) -> None: ...
+    def on_settled(self, settled: stage_pb2.Settled) -> None: ...
 
     @abstractmethod
     def on_copied(self, handle: int, pp_rank: int, *, restored: bool) -> None: ...
@@ -103,6 +105,18 @@ class Head(ABC):
     async def CloseTicket(  # noqa: N802
         self, request: instance_pb2.CloseTicketRequest, context: Any
     ) -> instance_pb2.CloseTicketReply: ...
+
+    def tell_tickets(self) -> list[TicketLeg]:
+        """All that is known here of tickets, for a broker that may be another than the one before. What that one has
+        answered but nobody has looked at yet counts no more: see `_joins`."""
+        self._joins += 1
+        return self._legs()
+
+    @abstractmethod
+    def _legs(self) -> list[TicketLeg]: ...
+
+    def on_joined(self, broker: str) -> None:  # noqa: B027 (decode heads have nothing to say)
+        """The broker has taken this instance in; `broker` says which start of it that is."""
 
     # -- what operators bring --
 

@@ -1,6 +1,6 @@
 """An instance's place in the directory: its head's stream of reports to the broker.
 
-join --report every 0.5 s--> ... --leaving--> end
+join, with all tickets --report every 0.5 s--> ... --leaving--> end
   `--the broker is away: again, with back-off; what runs goes on meanwhile
 """
 
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from stagemesh.shared.codec.mesh import instance_to_pb, progress_to_pb
+from stagemesh.shared.codec.tickets import leg_to_pb
 from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad
 from stagemesh.shared.core.progress import StageProgress
+from stagemesh.shared.core.tickets import TicketLeg
 from stagemesh.shared.errors import StagemeshError
 from stagemesh.shared.pb import broker_pb2
 from stagemesh.shared.rpc.client import Client, Duplex
@@ -34,6 +36,10 @@ class Progress(Protocol):
     @property
     def has_work(self) -> bool: ...
 
+    def tell_tickets(self) -> list[TicketLeg]: ...
+
+    def on_joined(self, broker: str) -> None: ...
+
 
 class Membership:
     """Reports for `info` until told to leave."""
@@ -53,6 +59,7 @@ class Membership:
         for delay_s in delays():
             stream = self._broker.open("Join")
             try:
+                await stream.send(self._message(self._progress.tell_tickets()))
                 async with asyncio.TaskGroup() as group:
                     reader = group.create_task(self._read(stream))
                     await self._report(stream)
@@ -64,24 +71,27 @@ class Membership:
 
     async def _report(self, stream: Duplex) -> None:
         while True:
-            self._changed.clear()
-            await stream.send(self._message())
             try:
                 async with asyncio.timeout(REPORT_INTERVAL_S):
                     await self._changed.wait()
             except TimeoutError:
                 pass
+            self._changed.clear()
+            await stream.send(self._message())
 
     async def _read(self, stream: Duplex) -> None:
-        """The directory comes down; a head needs only to know that it has been taken in."""
-        async for _ in stream.receive():
+        """The directory comes down; a head needs only to know that it has been taken in, and by whom."""
+        async for update in stream.receive():
+            if update.broker:
+                self._progress.on_joined(update.broker)
             self._on_joined()
 
-    def _message(self) -> broker_pb2.InstanceReport:
+    def _message(self, legs: Iterable[TicketLeg] = ()) -> broker_pb2.InstanceReport:
         info = dataclasses.replace(self._info, load=self._progress.load, accepting=self._accepting)
         return broker_pb2.InstanceReport(
             info=instance_to_pb(info),
             progress=map(progress_to_pb, self._progress.progress),
             has_work=self._progress.has_work,
             leaving=not self._accepting,
+            tickets=map(leg_to_pb, legs),
         )

@@ -13,6 +13,7 @@ from stagemesh.shared.engine.runner import StageRunner
 from stagemesh.shared.errors import ProtocolViolation
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.metrics import Sample
+from stagemesh.shared.pb import stage_pb2
 from stagemesh.shared.runtime.tasks import Tasks
 from stagemesh.shared.stage.describe import StageNames, describe_copies, describe_executor, describe_outgoing
 from stagemesh.shared.stage.executor import StageExecutor
@@ -48,12 +49,12 @@ class StageNode:
             self._ring.command(command)
         self.executor.submit(command)
 
-    def settled(self, ticket_id: str, pp_rank: int) -> None:
-        """This stage has nothing of the ticket in flight any more."""
+    def settled(self, settled: stage_pb2.Settled) -> None:
+        """A stage has nothing of a ticket in flight any more."""
         if self.head is None:
-            self._ring.settled(ticket_id, pp_rank)
+            self._ring.settled(settled)
         else:
-            self.head.on_settled(ticket_id, pp_rank)
+            self.head.on_settled(settled)
 
     def copied(self, handle: int, pp_rank: int, *, restored: bool) -> None:
         """That stage has the KV of the sequence in host memory, or back in its pages."""
@@ -93,8 +94,8 @@ class StageNode:
     def on_result(self, step: int, token_ids: Ints, logprobs: RowLogprobs) -> None:
         self._require_head("result").on_result(step, token_ids, logprobs)
 
-    def on_settled(self, ticket_id: str, pp_rank: int) -> None:
-        self.settled(ticket_id, pp_rank)
+    def on_settled(self, settled: stage_pb2.Settled) -> None:
+        self.settled(settled)
 
     def on_copied(self, handle: int, pp_rank: int, *, restored: bool) -> None:
         self.copied(handle, pp_rank, restored=restored)

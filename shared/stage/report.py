@@ -1,4 +1,6 @@
-"""What a prefill stage says once nothing of a ticket is in flight: to the broker, then round the ring to the head."""
+"""What a prefill stage says once nothing of a ticket is in flight: to the broker, then round the ring to the head.
+
+The head says it again to a broker that has not heard it."""
 
 from __future__ import annotations
 
@@ -8,17 +10,24 @@ from stagemesh.shared.codec.mesh import ref_to_pb
 from stagemesh.shared.core.identity import InstanceRef
 from stagemesh.shared.errors import StagemeshError
 from stagemesh.shared.obs.log import Log
-from stagemesh.shared.pb import broker_pb2
+from stagemesh.shared.pb import broker_pb2, stage_pb2
 from stagemesh.shared.rpc.broker import BrokerClient
 from stagemesh.shared.runtime.backoff import retry
 from stagemesh.shared.stage.kv_sender import Outcome
+
+Settled = Callable[[stage_pb2.Settled], None]
 
 
 class WriterReports:
     """A `Report`. While the broker is away the report is tried again: the head keeps the pages pinned meanwhile."""
 
     def __init__(
-        self, broker: BrokerClient, ref: InstanceRef, pp_rank: int, settled: Callable[[str, int], None], log: Log
+        self,
+        broker: BrokerClient,
+        ref: InstanceRef,
+        pp_rank: int,
+        settled: Callable[[stage_pb2.Settled], None],
+        log: Log,
     ) -> None:
         self._broker, self._ref, self._pp_rank, self._settled = broker, ref, pp_rank, settled
         self._log = log
@@ -38,8 +47,9 @@ class WriterReports:
         )
         if outcome.error and outcome.error != "cancelled":
             self._log.warning("KV was not sent", ticket_id=outcome.ticket_id, error=outcome.error)
+        broker = ""
         try:
-            await retry(lambda: self._broker.report_writer(report))
-        except StagemeshError as error:  # the broker has no such ticket: its instance was lost meanwhile
+            broker = await retry(lambda: self._broker.report_writer(report))
+        except StagemeshError as error:
             self._log.warning("a report was refused", ticket_id=outcome.ticket_id, error=str(error))
-        self._settled(outcome.ticket_id, self._pp_rank)
+        self._settled(stage_pb2.Settled(report=report, broker=broker))

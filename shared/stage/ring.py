@@ -42,7 +42,7 @@ class RingListener(Protocol):
 
     def on_result(self, step: int, token_ids: Ints, logprobs: RowLogprobs) -> None: ...
 
-    def on_settled(self, ticket_id: str, pp_rank: int) -> None: ...
+    def on_settled(self, settled: stage_pb2.Settled) -> None: ...
 
     def on_copied(self, handle: int, pp_rank: int, *, restored: bool) -> None: ...
 
@@ -62,7 +62,7 @@ def deliver(message: stage_pb2.RingMessage, listener: RingListener) -> None:
             logprobs = {row: logprobs_from_pb(said) for row, said in message.result.logprobs.items()}
             listener.on_result(message.result.step, to_array(message.result.token_ids), logprobs)
         case "settled":
-            listener.on_settled(message.settled.ticket_id, message.settled.pp_rank)
+            listener.on_settled(message.settled)
         case "copied":
             copied = message.copied
             listener.on_copied(copied.handle, copied.pp_rank, restored=copied.restored)
@@ -98,8 +98,8 @@ class RingOut:
         result = stage_pb2.StepResult(step=step, token_ids=to_bytes(token_ids), logprobs=told)
         self.forward(stage_pb2.RingMessage(result=result))
 
-    def settled(self, ticket_id: str, pp_rank: int) -> None:
-        self.forward(stage_pb2.RingMessage(settled=stage_pb2.Settled(ticket_id=ticket_id, pp_rank=pp_rank)))
+    def settled(self, settled: stage_pb2.Settled) -> None:
+        self.forward(stage_pb2.RingMessage(settled=settled))
 
     def copied(self, handle: int, pp_rank: int, *, restored: bool) -> None:
         copied = stage_pb2.Copied(handle=handle, pp_rank=pp_rank, restored=restored)

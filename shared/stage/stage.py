@@ -250,9 +250,9 @@ class StageService:
             raise Retryable("the stage is not up yet")
         return await self._profiler.record(seconds)
 
-    def _settled(self, ticket_id: str, pp_rank: int) -> None:
+    def _settled(self, settled: stage_pb2.Settled) -> None:
         assert self._node is not None
-        self._node.settled(ticket_id, pp_rank)
+        self._node.settled(settled)
 
     def _head_context(self, info: InstanceInfo, broker: Client, vocab_size: int) -> HeadContext:
         assert self._node is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 from stagemesh.services.broker.tickets import Close, Ticket, TicketBook, WriterOutcome, spans_of
@@ -9,13 +10,14 @@ from stagemesh.shared.core.identity import RequestRef
 from tests.support.instances import DECODE, PREFILL, instance_of
 
 PROMPT_TOKENS, NUM_PAGES = 10, 3
+_attempts = itertools.count()
 
 
 def open_ticket(book: TicketBook, writers: list[int] | None = None, sinks: list[int] | None = None) -> Ticket:
     """`writers` and `sinks` are the layers of each stage."""
     prefill = instance_of("p", PREFILL, sizes=writers or [2, 2])
     decode = instance_of("d", DECODE, sizes=sinks or [1, 3])
-    return book.open(RequestRef("r", 0), prefill, decode, PROMPT_TOKENS, 8)
+    return book.open(RequestRef("r", next(_attempts)), prefill, decode, PROMPT_TOKENS, 8)
 
 
 def all_of(ticket: Ticket, writer: int) -> WriterOutcome:

@@ -76,7 +76,7 @@ def drain(queue: Updates) -> list[broker_pb2.DirectoryUpdate | None]:
 
 def watched() -> tuple[Directory, Watchers]:
     directory = Directory()
-    return directory, Watchers(directory)
+    return directory, Watchers(directory, "b")
 
 
 def test_a_watcher_begins_with_a_snapshot_and_goes_on_with_changes() -> None:
@@ -97,10 +97,13 @@ def test_a_watcher_begins_with_a_snapshot_and_goes_on_with_changes() -> None:
     asyncio.run(body())
 
 
-def test_a_snapshot_of_nothing_says_so() -> None:
+def test_a_snapshot_of_nothing_says_so_and_whether_more_may_come() -> None:
     async def body() -> None:
-        (snapshot,) = drain(watched()[1].add())
-        assert snapshot == broker_pb2.DirectoryUpdate(snapshot=True)
+        queue = (watchers := watched()[1]).add()
+        watchers.gathered()
+        first, last = drain(queue)
+        assert first == broker_pb2.DirectoryUpdate(snapshot=True, broker="b", gathering=True)
+        assert last == broker_pb2.DirectoryUpdate(snapshot=True, broker="b")
 
     asyncio.run(body())
 

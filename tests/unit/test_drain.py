@@ -9,7 +9,6 @@ import pytest
 
 from stagemesh.shared.runtime.drain import DrainSchedule, Stop
 from stagemesh.shared.runtime.exits import ExitAction, describe_exit, on_exit
-from stagemesh.shared.runtime.plan import ProcessSpec
 
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 STOPS = (Stop("nats", 2, 5.0), Stop("decode", 1, 30.0), Stop("prefill", 1, 10.0), Stop("router", 0, 30.0))
@@ -57,20 +56,17 @@ def test_cutting_off_kills_everyone_once_whatever_their_wave() -> None:
     assert drain.step(99.0, frozenset({"nats"})) == []
 
 
-SPEC = ProcessSpec("decode-0/1", "decode", "decode-0", 1, "unix:/run/d.sock")
 EXITED_0, EXITED_3, TERMINATED, KILLED = 0, 3 << 8, int(TERM), int(KILL)
 
 
 @pytest.mark.parametrize("status", [EXITED_0, EXITED_3, TERMINATED, KILLED])
 def test_before_all_are_ready_any_end_stops_all(status: int) -> None:
-    assert on_exit(SPEC, status, is_stopping=False, is_serving=False) is ExitAction.STOP_ALL
+    assert on_exit(status, is_stopping=False, is_serving=False) is ExitAction.STOP_ALL
 
 
 @pytest.mark.parametrize("status", [EXITED_0, EXITED_3, TERMINATED, KILLED])
-def test_what_ends_while_it_serves_is_started_again_but_for_the_broker(status: int) -> None:
-    assert on_exit(SPEC, status, is_stopping=False, is_serving=True) is ExitAction.RESTART
-    broker = ProcessSpec("broker", "broker", None, None, "unix:/run/b.sock")
-    assert on_exit(broker, status, is_stopping=False, is_serving=True) is ExitAction.STOP_ALL
+def test_what_ends_while_it_serves_is_started_again(status: int) -> None:
+    assert on_exit(status, is_stopping=False, is_serving=True) is ExitAction.RESTART
 
 
 @pytest.mark.parametrize(
@@ -83,7 +79,7 @@ def test_what_ends_while_it_serves_is_started_again_but_for_the_broker(status: i
     ],
 )
 def test_while_stopping_only_a_clean_end_is_silent(status: int, action: ExitAction) -> None:
-    assert on_exit(SPEC, status, is_stopping=True, is_serving=False) is action
+    assert on_exit(status, is_stopping=True, is_serving=False) is action
 
 
 def test_an_end_is_told_in_words() -> None:

@@ -46,7 +46,7 @@ def submit(
 ) -> RequestRef:
     ref, params, tokens = RequestRef("r", number), SamplingParams(max_tokens=9), list(token_ids)
     taker = receiver or Nobody()
-    session.submit(taker, ref, params, prompt_tokens=1, token_ids=tokens, ticket_id="t", decode_instance="d")
+    session.submit(taker, ref, params, prompt_tokens=1, token_ids=tokens, ticket_id="t", peer=InstanceRef("d", 1))
     return ref
 
 
@@ -103,7 +103,7 @@ def test_a_head_that_hangs_is_lost_when_the_directory_says_so(tmp_path: Path) ->
             for number in range(3):
                 ref = RequestRef("r", number)
                 session.submit(
-                    receiver, ref, params, prompt_tokens=1, token_ids=tokens, ticket_id="t", decode_instance="d"
+                    receiver, ref, params, prompt_tokens=1, token_ids=tokens, ticket_id="t", peer=InstanceRef("d", 1)
                 )
             await asyncio.sleep(0)
             session.close()

@@ -201,7 +201,8 @@ def test_tickets_are_counted_by_state() -> None:
 
 def test_a_router_that_is_gone_takes_the_tickets_with_it_that_only_it_knows() -> None:
     book, pair = TicketBook("t"), (instance_of("p", PREFILL), instance_of("d", DECODE))
-    mine, others, asked = (book.open(RequestRef(r, 1), *pair, 8, 4, r) for r in ("gone", "here", "gone"))
+    routers = ("gone", "here", "gone")
+    mine, others, asked = (book.open(RequestRef(r, at), *pair, 8, 4, r) for at, r in enumerate(routers))
     book.reserved(asked)
     assert {action.ticket.ticket_id for action in book.abandon("gone")} == {mine.ticket_id}
     assert (mine.state, others.state, asked.state) == (TicketState.CLOSED, TicketState.OPENED, TicketState.RESERVED)
@@ -252,3 +253,22 @@ def test_a_report_of_four_billion_pages_costs_nothing(first: int) -> None:
     book.report(ticket, 1, all_of(ticket, 1))
     endless = [(target, first, (1 << 32) - 1) for target in (0, 1)] * 3
     assert "commit" not in kinds(book.report(ticket, 0, WriterOutcome(spans_of(endless))))
+
+
+def test_asked_again_for_the_same_it_opens_no_second_ticket() -> None:
+    book, pair = TicketBook("t"), (instance_of("p", PREFILL), instance_of("d", DECODE))
+    ticket = book.open(RequestRef("r", 1), *pair, 8, 4, "router")
+    assert book.open(RequestRef("r", 1), *pair, 8, 4, "router") is ticket
+    assert book.open(RequestRef("r", 2), *pair, 8, 4, "router") is not ticket
+    assert book.open(RequestRef("r", 1), *pair, 8, 4, "another") is not ticket
+    book.fail(ticket, "no luck")
+    assert book.open(RequestRef("r", 1), *pair, 8, 4, "router") is not ticket
+
+
+def test_a_report_may_come_again_after_the_commit() -> None:
+    book = TicketBook("x")
+    ticket = filling(book)
+    book.report(ticket, 1, all_of(ticket, 1))
+    assert kinds(book.report(ticket, 0, all_of(ticket, 0))) == ["commit"]
+    assert book.report(ticket, 0, all_of(ticket, 0)) == []
+    assert ticket.state is TicketState.COMMITTED

@@ -17,6 +17,7 @@ from stagemesh.services.prefill.head import PrefillHead
 from stagemesh.shared.codec.arrays import to_tuple
 from stagemesh.shared.codec.mesh import ref_to_pb
 from stagemesh.shared.config import MetricsSection, TlsSection
+from stagemesh.shared.config.sections import BrokerSection
 from stagemesh.shared.core.directory import InstanceInfo
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
@@ -50,7 +51,8 @@ class Caller:
     context: Any = SimpleNamespace(time_remaining=lambda: None)
 
     def __init__(self) -> None:
-        config = cast("Any", SimpleNamespace(metrics=MetricsSection(), tls=TlsSection()))
+        sections = {"metrics": MetricsSection(), "tls": TlsSection(), "broker": BrokerSection(listen="")}
+        config = cast("Any", SimpleNamespace(**sections, instances=()))
         self.broker, self.heads = BrokerService(config, Notifier(None), Log(logging.getLogger("test"))), Heads()
         self.broker._members.heads = cast("Any", self.heads)
         pair = instance_of("p", PREFILL), instance_of("d", DECODE)

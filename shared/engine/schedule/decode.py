@@ -18,17 +18,19 @@ is progress whatever happens. A retracted sequence is resumed before anybody you
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from stagemesh.shared.core.commands import HANDLE, NO_LOGPROBS, Ints, RowLogprobs
 from stagemesh.shared.core.directory import InstanceLoad
-from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
+from stagemesh.shared.core.tickets import TicketLeg
 from stagemesh.shared.engine.pages import pages_for
 from stagemesh.shared.engine.schedule.decode_core import DecodeCore
 from stagemesh.shared.engine.schedule.decode_memory import DecodeMemory
 from stagemesh.shared.engine.schedule.decode_state import Asked, DecodeActions, DecodeSequence
 from stagemesh.shared.engine.schedule.decode_steps import DecodeSteps
+from stagemesh.shared.engine.schedule.legs import decode_legs
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.engine.schedule.yielding import YieldPolicy
 from stagemesh.shared.errors import Bug
@@ -88,13 +90,15 @@ class DecodeScheduler:
         priority: int = 0,
         waited_s: float = 0.0,
         recompute: bool = False,
+        peer: InstanceRef | None = None,
     ) -> None:
-        """A router announces a request whose KV will come with `ticket_id`, `waited_s` after it has arrived there."""
+        """A router announces a request whose KV will come from `peer` with `ticket_id`, `waited_s` after it has arrived
+        there."""
         if self.sequences.of_request(request) is not None:
             self._core.output(SequenceOutput(request, end=SequenceEnd.REJECTED, error="duplicate request"))
             return
         sequence = DecodeSequence(
-            request, sampling, prompt_tokens, ticket_id, self.issuer.new_handle(), priority, recompute
+            request, sampling, prompt_tokens, ticket_id, self.issuer.new_handle(), priority, recompute, peer
         )
         sequence.arrived_s -= waited_s
         if pages_for(sequence.budget_tokens, self._core.page_size) > self.pages.num_pages:
@@ -122,7 +126,7 @@ class DecodeScheduler:
 
     def commit(self, ticket_id: str) -> bool:
         """All KV of the ticket is here. False if nobody wants it any more."""
-        self.pages.prove_quiescent(ticket_id)
+        self._core.prove_quiescent(ticket_id)
         sequence = self.sequences.of_ticket(ticket_id)
         if sequence is None or sequence.state is not SequenceState.RESERVED:
             return False
@@ -148,7 +152,7 @@ class DecodeScheduler:
             self._core.output(SequenceOutput(sequence.request, end=end, error=reason))
             self._core.end(sequence, SequenceEvent.ABORT)
         if quiesced:
-            self.pages.prove_quiescent(ticket_id)
+            self._core.prove_quiescent(ticket_id)
 
     def abort(self, request: RequestRef) -> str | None:
         """The router does not want the request any more. Returns the ticket to fail, if its KV is not all here."""
@@ -218,6 +222,11 @@ class DecodeScheduler:
     def reserving(self) -> Mapping[str, Asked]:
         """Tickets that wait for pages, oldest first."""
         return self._memory.reserving
+
+    def legs(self) -> Iterator[TicketLeg]:
+        """What is known here of tickets that are not over, those with pages in quarantine included."""
+        yield from decode_legs(self.sequences)
+        yield from self._core.quarantined.values()
 
     @property
     def by_state(self) -> dict[str, int]:

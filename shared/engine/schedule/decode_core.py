@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from stagemesh.shared.core.commands import Join, TokenLogprobs
+from stagemesh.shared.core.tickets import LegState, TicketLeg
 from stagemesh.shared.engine.issuer import Issuer
 from stagemesh.shared.engine.microbatch import Microbatches
 from stagemesh.shared.engine.pages import PageAllocator, pages_for
 from stagemesh.shared.engine.schedule.admission import Growth
 from stagemesh.shared.engine.schedule.decode_book import DecodeBook
 from stagemesh.shared.engine.schedule.decode_state import DecodeActions, DecodeSequence
+from stagemesh.shared.engine.schedule.legs import decode_leg
 from stagemesh.shared.engine.schedule.output import SequenceOutput, end_after
 from stagemesh.shared.engine.schedule.stats import DecodeStats
 from stagemesh.shared.errors import Bug
@@ -27,6 +29,7 @@ class DecodeCore:
         self.stats = DecodeStats()
         self.page_size = page_size
         self.actions = DecodeActions()
+        self.quarantined: dict[str, TicketLeg] = {}
 
     def output(self, output: SequenceOutput) -> None:
         self.actions.outputs.append(output)
@@ -47,6 +50,11 @@ class DecodeCore:
         """Its pages are free at once: no stage has heard of them, or every stage has forgotten them."""
         self.pages.release(sequence.pages)
         sequence.pages = []
+
+    def prove_quiescent(self, ticket_id: str) -> None:
+        """Nothing writes for the ticket any more."""
+        self.pages.prove_quiescent(ticket_id)
+        self.quarantined.pop(ticket_id, None)
 
     # -- a sequence's way --
 
@@ -85,6 +93,7 @@ class DecodeCore:
         elif was is SequenceState.RESERVED and sequence.committed:
             self.give_back(sequence)
         elif was is SequenceState.RESERVED:
+            self.quarantined[sequence.ticket_id] = decode_leg(sequence, LegState.ENDING)
             self.pages.quarantine(sequence.ticket_id, sequence.pages)
             sequence.pages = []
         self.forget_if_done(sequence)

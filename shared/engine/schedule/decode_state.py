@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from stagemesh.shared.core.commands import Command
-from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.output import SequenceOutput
 from stagemesh.shared.fsm.sequence import SEQUENCE, SequenceEvent, SequenceState
@@ -29,6 +29,7 @@ class DecodeSequence:
     handle: int
     priority: int = 0
     recompute: bool = False  # an attempt before this one has lost its KV
+    peer: InstanceRef | None = None  # the prefill instance
     state: SequenceState = SequenceState.WAITING
     arrived_s: float = field(default_factory=time.monotonic)  # of the request, at its router
     since_s: float = field(default_factory=time.monotonic)  # in this state; for people and metrics

@@ -19,10 +19,12 @@ import numpy as np
 
 from stagemesh.shared.core.commands import HANDLE, NO_LOGPROBS, SAMPLE, Command, Ints, Join, RowLogprobs, SendPlan
 from stagemesh.shared.core.directory import InstanceLoad, StageInfo
-from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
+from stagemesh.shared.core.tickets import TicketLeg
 from stagemesh.shared.engine.issuer import Issuer
 from stagemesh.shared.engine.pages import PageAllocator
+from stagemesh.shared.engine.schedule.legs import prefill_legs
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput, end_after
 from stagemesh.shared.engine.schedule.prefill_pages import PromptPages
 from stagemesh.shared.engine.schedule.prefill_queue import Lineup
@@ -79,9 +81,10 @@ class PrefillScheduler:
         priority: int = 0,
         waited_s: float = 0.0,
         recompute: bool = False,
+        peer: InstanceRef | None = None,
     ) -> None:
-        """A router sends a prompt. `ticket_id` is empty if its KV goes nowhere; `group` is the decode instance;
-        `waited_s` is since the request's arrival at its router."""
+        """A router sends a prompt. `ticket_id` is empty if its KV goes nowhere; `group` is the decode instance, `peer`
+        this start of it; `waited_s` is since the request's arrival at its router."""
         limit = self.pages.num_pages * self._page_size
         if request in self._by_request:
             self._output(request, end=SequenceEnd.REJECTED, error="duplicate request")
@@ -91,7 +94,7 @@ class PrefillScheduler:
             return
         handle, arrived_s = self.issuer.new_handle(), time.monotonic() - waited_s
         order = start_order(arrived_s, handle, priority=priority, ageing_s=self._ageing_s, recompute=recompute)
-        sequence = PrefillSequence(request, sampling, tokens, ticket_id, group, handle, arrived_s, order)
+        sequence = PrefillSequence(request, sampling, tokens, ticket_id, group, handle, arrived_s, order, peer)
         self._by_request[request] = self._by_handle[handle] = sequence
         self._lineup.add(sequence)
         if ticket_id:
@@ -275,6 +278,14 @@ class PrefillScheduler:
     def sequences(self) -> Iterable[PrefillSequence]:
         """In order of arrival; also those that are over but have something in flight."""
         return self._by_request.values()
+
+    def knows(self, ticket_id: str) -> bool:
+        """It is not over here, or something of it is in flight."""
+        return ticket_id in self._by_ticket
+
+    def legs(self) -> Iterator[TicketLeg]:
+        """What is known here of tickets that are not over."""
+        return prefill_legs(self.sequences)
 
     @property
     def by_state(self) -> dict[str, int]:

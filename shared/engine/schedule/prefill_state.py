@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from stagemesh.shared.core.commands import Command, Ints, SendPlan
-from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.prefix import PrefixNode
 from stagemesh.shared.engine.schedule.output import SequenceOutput
@@ -35,6 +35,7 @@ class PrefillSequence:
     handle: int
     arrived_s: float  # of the request at its router
     order: StartOrder
+    peer: InstanceRef | None = None  # the decode instance
     state: SequenceState = SequenceState.WAITING
     since_s: float = field(default_factory=time.monotonic)  # in this state; for people and metrics
     asked: bool = False  # the decode side, for pages

@@ -143,7 +143,7 @@ def right_submit(rng: Random, request: instance_pb2.RequestRef) -> SessionUp.Sub
         prompt_tokens=count,
         token_ids=to_bytes([rng.randrange(VOCAB) for _ in range(count)]),
         ticket_id=rng.choice(TICKETS),
-        decode_instance="d",
+        peer_instance="d",
     )
 
 

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from stagemesh.services.broker.directory import flaw
 from stagemesh.services.broker.tickets import spans_of
-from stagemesh.shared.codec import arrays, commands, mesh, session
+from stagemesh.shared.codec import arrays, commands, mesh, session, tickets
 from stagemesh.shared.codec.commands import command_to_pb
 from stagemesh.shared.core.commands import Command, Ints, Join, RowLogprobs, Step
 from stagemesh.shared.core.directory import mismatch
@@ -41,7 +41,7 @@ class Listener:
 
     def on_result(self, step: int, token_ids: Ints, logprobs: RowLogprobs) -> None: ...
 
-    def on_settled(self, ticket_id: str, pp_rank: int) -> None: ...
+    def on_settled(self, settled: stage_pb2.Settled) -> None: ...
 
     def on_copied(self, handle: int, pp_rank: int, *, restored: bool) -> None: ...
 
@@ -89,6 +89,12 @@ def _report(message: broker_pb2.WriterReport) -> None:
     spans_of((piece.target_rank, piece.first_page, piece.last_page) for piece in message.pieces)
 
 
+def _instance_report(message: broker_pb2.InstanceReport) -> None:
+    _instance(message.info)
+    for ticket in message.tickets:
+        tickets.leg_from_pb(ticket)
+
+
 def _nothing(message: Any) -> None: ...
 
 
@@ -99,7 +105,7 @@ DECODERS: Final[Mapping[type[Message], Callable[[Any], object]]] = {
     instance_pb2.ReservePagesReply: lambda message: arrays.to_tuple(message.pages),
     instance_pb2.CloseTicketRequest: _nothing,
     instance_pb2.AdjustRequest: _nothing,
-    broker_pb2.InstanceReport: lambda message: _instance(message.info),
+    broker_pb2.InstanceReport: _instance_report,
     broker_pb2.DirectoryUpdate: _update,
     broker_pb2.OpenTicketRequest: _nothing,
     broker_pb2.ReserveReply: _reserve,

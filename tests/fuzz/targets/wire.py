@@ -53,6 +53,10 @@ CODES: Final = {
 }
 
 
+WROTE_TOO_LATE = "Internal error from Core"
+"""What the client's own library says, for whatever reason, when it writes to a stream that the server has ended."""
+
+
 class Refused(StagemeshError):
     """The server has said so, with one of CODES and a reason."""
 
@@ -63,6 +67,8 @@ class Wrong(AssertionError):
 
 def check_status(name: str, error: grpc.aio.AioRpcError) -> None:
     """Raises Refused, or Wrong."""
+    if error.details() == WROTE_TOO_LATE:
+        raise Refused(WROTE_TOO_LATE)
     if error.code() in CODES and error.details():
         raise Refused(f"{error.code().name}: {error.details()}")
     raise Wrong(f"{name}: {error.code().name}: {error.details()}")
