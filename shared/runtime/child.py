@@ -51,7 +51,7 @@ class Child:
         self.address = lines.get(ADDRESS, self.address)
         self.metrics = lines.get(METRICS, self.metrics)
         status = lines.get("STATUS", self.status)
-        if status != self.status and not self.is_ready:
+        if status != self.status and not self.is_ready and "READY" not in lines:
             yield f"{self.spec.name}: {status}"
         self.status = status
         if lines.get("READY") == "1" and not self.is_ready:

@@ -42,7 +42,7 @@ class Notifier:
 
     def ready(self, address: str | None = None) -> None:
         """The service takes work now. `address` is where, if that was not known from the config (port 0)."""
-        self._send("READY=1", *([f"{ADDRESS}={address}"] if address else []), patience_s=PATIENCE_S)
+        self._send("READY=1", "STATUS=serving", *([f"{ADDRESS}={address}"] if address else []), patience_s=PATIENCE_S)
 
     def metrics(self, address: str) -> None:
         """`address` is where the metrics can be read."""
@@ -55,7 +55,7 @@ class Notifier:
     def stopping(self, timeout_s: float | None = None) -> None:
         """The service drains now, and wants `timeout_s` for it and its end, if its supervisor had less in mind."""
         extend = [] if timeout_s is None else [f"EXTEND_TIMEOUT_USEC={round(timeout_s * 1e6)}"]
-        self._send("STOPPING=1", *extend, patience_s=PATIENCE_S)
+        self._send("STOPPING=1", "STATUS=draining", *extend, patience_s=PATIENCE_S)
 
     def watchdog(self) -> None:
         """Says that work makes progress; to be called more often than `watchdog_timeout_s`."""

@@ -25,10 +25,10 @@ def test_lines_arrive_with_the_senders_pid_and_in_order(tmp_path: Path) -> None:
     received = [listener.receive() for _ in range(6)]
     assert received == [
         (os.getpid(), {"STATUS": "loading layer 3"}),
-        (os.getpid(), {"READY": "1", "X_ADDRESS": "127.0.0.1:8470"}),
+        (os.getpid(), {"READY": "1", "STATUS": "serving", "X_ADDRESS": "127.0.0.1:8470"}),
         (os.getpid(), {"WATCHDOG": "1"}),
-        (os.getpid(), {"STOPPING": "1"}),
-        (os.getpid(), {"STOPPING": "1", "EXTEND_TIMEOUT_USEC": "2500000"}),
+        (os.getpid(), {"STOPPING": "1", "STATUS": "draining"}),
+        (os.getpid(), {"STOPPING": "1", "STATUS": "draining", "EXTEND_TIMEOUT_USEC": "2500000"}),
         None,
     ]
     assert notifier.num_lost == 0
@@ -43,7 +43,7 @@ def test_an_at_sign_means_the_abstract_namespace() -> None:
         listener.bind(f"\0{name}")
         notifier = Notifier(f"@{name}")
         notifier.ready()
-        assert listener.recv(100) == b"READY=1"
+        assert listener.recv(100) == b"READY=1\nSTATUS=serving"
         notifier.close()
 
 
@@ -60,7 +60,7 @@ def test_a_listener_that_is_gone_costs_only_the_message(tmp_path: Path) -> None:
     assert notifier.num_lost == 1
     listener = NotifySocket(tmp_path / "notify.sock")
     notifier.ready()
-    assert listener.receive() == (os.getpid(), {"READY": "1"})
+    assert listener.receive() == (os.getpid(), {"READY": "1", "STATUS": "serving"})
     listener.close()
     notifier.ready()
     assert notifier.num_lost == 2
@@ -75,7 +75,7 @@ def test_with_a_listener_that_does_not_read_the_status_is_lost_but_ready_waits(t
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(notifier.ready)
         received: list[dict[str, str]] = []
-        while {"READY": "1"} not in received:
+        while {"READY": "1", "STATUS": "serving"} not in received:
             select.select([listener], [], [], 30.0)
             received += [lines for _, lines in iter(listener.receive, None)]
         sent.result()

@@ -146,8 +146,12 @@ def test_the_supervisor_is_told_of_ready_and_stopping(tmp_path: Path) -> None:
     told = [received[1] for received in iter(listener.receive, None) if received]
     notifier.close()
     listener.close()
-    stopping = {"STOPPING": "1", "EXTEND_TIMEOUT_USEC": str(round((LIMIT_S + CLOSE_GRACE_S) * 1e6))}
-    assert told == [{"READY": "1", "X_ADDRESS": "127.0.0.1:7"}, stopping]
+    stopping = {
+        "STOPPING": "1",
+        "STATUS": "draining",
+        "EXTEND_TIMEOUT_USEC": str(round((LIMIT_S + CLOSE_GRACE_S) * 1e6)),
+    }
+    assert told == [{"READY": "1", "STATUS": "serving", "X_ADDRESS": "127.0.0.1:7"}, stopping]
 
 
 def test_run_uses_uvloop_and_short_thread_switches() -> None:
