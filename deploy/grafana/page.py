@@ -1,6 +1,6 @@
 """The dashboard without Grafana: asks a Prometheus for every panel's queries and draws them as one SVG page.
 
-    python deploy/grafana/page.py http://127.0.0.1:9090 > page.svg
+    python deploy/grafana/page.py http://127.0.0.1:9090 300 > page.svg      # the last 300 seconds
 
 For a look at a host that has no Grafana, and for the tests, which check that every panel shows something.
 """
@@ -130,4 +130,5 @@ def shown(value: float, unit: str) -> str:
 _BASES: Final = {"bytes": "B", "Bps": "B/s", "reqps": "/s", "ops": "/s"}
 
 if __name__ == "__main__":
-    print(page(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:9090"), end="")
+    _, server, seconds, *_ = (*sys.argv, *("http://127.0.0.1:9090", "300")[len(sys.argv) - 1 :])
+    print(page(server, float(seconds)), end="")

@@ -91,7 +91,7 @@ def test_every_panel_shows_something(tmp_path: Path) -> None:
         with prometheus(tmp_path, targets) as server:
             asyncio.run(load(mesh, 25.0))
             rules = [rule for group in get(server, "rules")["groups"] for rule in group["rules"]]
-            script = [sys.executable, str(FOLDER / "page.py"), server]
+            script = [sys.executable, str(FOLDER / "page.py"), server, "30"]
             drawn = subprocess.run(script, capture_output=True, text=True, check=False)
         assert drawn.returncode == 0, drawn.stderr
         assert [rule["name"] for rule in rules] == [rule["alert"] for rule in alerts()]
