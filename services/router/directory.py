@@ -8,19 +8,22 @@ answer go on being used.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+from stagemesh.services.router.last_stages import LastStages
 from stagemesh.services.router.placement import Placement, Sent, place
 from stagemesh.services.router.prefixes import PrefixIndex
 from stagemesh.services.router.session import HeadSession
 from stagemesh.shared.codec.mesh import instance_from_pb, ref_from_pb
 from stagemesh.shared.core.directory import InstanceInfo, Role
 from stagemesh.shared.core.identity import InstanceRef
+from stagemesh.shared.core.sampling import Structure
 from stagemesh.shared.errors import Retryable, StagemeshError
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import broker_pb2
 from stagemesh.shared.rpc.client import Client
+from stagemesh.shared.rpc.dial import PLAIN, Dial
 from stagemesh.shared.runtime.backoff import delays
 
 MakeSession = Callable[[InstanceInfo, Callable[[], None]], HeadSession]
@@ -36,11 +39,13 @@ class MeshView:
         make_session: MakeSession,
         log: Log,
         prefixes: PrefixIndex | None = None,
+        dial: Dial = PLAIN,
     ) -> None:
         self._broker, self._router, self._make_session, self._log = broker, router, make_session, log
         self._prefixes = PrefixIndex() if prefixes is None else prefixes
         self._instances: dict[str, InstanceInfo] = {}
         self._sessions: dict[InstanceRef, HeadSession] = {}
+        self._last_stages = LastStages(dial)
         self._sent: dict[str, Sent] = {}  # to an instance, by name, since its last report
         self.changed = asyncio.Event()
 
@@ -67,6 +72,14 @@ class MeshView:
             cached=cached,
             avoid=avoid,
         )
+
+    async def prepare(self, instances: Iterable[InstanceInfo], structure: Structure) -> None:
+        """Before a request with `structure` goes there. Raises Rejected if it is none; Exhausted; Retryable."""
+        await self._last_stages.keep(self._instances.values())
+        await self._last_stages.prepare(instances, structure)
+
+    async def close(self) -> None:
+        await self._last_stages.close()
 
     def note_sent(self, ref: InstanceRef, token_ids: Sequence[int]) -> None:
         """A request goes there; `token_ids` is the prompt that it has to compute, empty for a decode instance."""

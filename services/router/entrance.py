@@ -32,15 +32,18 @@ class Entrance:
         self._refusing = False
         self._empty = asyncio.Event()
 
-    def check_room(self, client: str, now_s: float) -> None:
-        """Before anything is done for a request, so that a flood costs little. Raises Exhausted."""
+    def check_room(self, client: str, now_s: float, count: int = 1) -> None:
+        """For `count` of them, before anything is done for any, so that a flood costs little. Raises Exhausted."""
         if self._refusing:
             raise Retryable("this router is being stopped")
         if len(self.live) >= self._max_live:
             raise self.waiting.exhausted(f"{len(self.live)} requests are live, which is the limit", now_s)
+        if len(self.live) + count > self._max_live:
+            said = f"{len(self.live)} requests are live, and {self._max_live} may be: there is no room for {count} more"
+            raise self.waiting.exhausted(said, now_s)
         if self.waiting.is_full:
             self._make_room(client, now_s)
-        self.waiting.check_room(now_s)
+        self.waiting.check_room(now_s, count)
 
     def _make_room(self, client: str, now_s: float) -> None:
         """A client that has more than its share of the places gives one to a client that has less."""

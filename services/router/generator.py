@@ -6,29 +6,32 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import aclosing, nullcontext
 from typing import Any, Final, TypeVar
 
 from stagemesh.services.router.answer import Answer, FreshToken
 from stagemesh.services.router.attempt import Start, Wanted
 from stagemesh.services.router.directory import MeshView
 from stagemesh.services.router.entrance import Entrance
+from stagemesh.services.router.merged import merged
 from stagemesh.services.router.placement import max_prompt_tokens, max_request_tokens
 from stagemesh.services.router.record import RequestRecord, RouterRecords
 from stagemesh.services.router.request import Ending, LiveRequest
+from stagemesh.services.router.several import Groups, Part, Prompt, Total
 from stagemesh.services.router.stop import StopMatcher
 from stagemesh.services.router.trace import traced
 from stagemesh.services.router.turns import Turns
-from stagemesh.services.router.validate import Limits, check_prompt, priority_of, sampling_params
+from stagemesh.services.router.validate import MAX_ANSWERS, Limits, check_prompt, priority_of, sampling_params
 from stagemesh.shared.config import RouterSection
 from stagemesh.shared.core.directory import Role
 from stagemesh.shared.engine.schedule.output import SequenceEnd
-from stagemesh.shared.errors import Exhausted
+from stagemesh.shared.errors import Exhausted, Rejected
 from stagemesh.shared.model.config import ModelConfig
 from stagemesh.shared.model.tokenizer import Tokenizer
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.obs.otel import NO_SPANS, Spans
-from stagemesh.shared.obs.trace_ids import TRACEPARENT, request_id_of
+from stagemesh.shared.obs.trace_ids import TRACEPARENT, TraceIds, request_id_of
 from stagemesh.shared.pb import generator_pb2
 from stagemesh.shared.rpc.guard import Callers, header
 
@@ -69,37 +72,57 @@ class GeneratorService:
         self._entrance = Entrance(section, self._callers, self._room_ahead, ageing_s=ageing_s)
         self._waiting = self._entrance.waiting
         self._turns = Turns()
+        self._groups = Groups()
         self._spans, self.records = spans, RouterRecords(spans)
 
     # -- rpcs --
 
     async def Generate(  # noqa: N802
         self, request: generator_pb2.GenerateRequest, context: Any
-    ) -> AsyncIterator[generator_pb2.GenerateResponse]:
+    ) -> AsyncGenerator[generator_pb2.GenerateResponse, None]:
+        count = min(max(request.n, 1), MAX_ANSWERS)  # a wrong one is refused by the first
+        (request_id, trace), seed = self._named(request, context), secrets.randbits(63)
+        prompt, total = Prompt(lambda: self._tokenize(request)), Total(count)
+        parts = [Part(request, request_id, index, count, seed, prompt) for index in range(count)]
+        if request_id in self._groups:
+            parts = parts[:1]  # which is refused
+        with self._groups.group(request_id, parts) if len(parts) > 1 else nullcontext():
+            streams = [self._answer(part, context, trace) for part in parts]
+            async with aclosing(streams[0] if len(parts) == 1 else merged(streams)) as answers:
+                async for response in answers:
+                    total.add(response)
+                    yield response
+
+    async def _answer(
+        self, part: Part, context: Any, trace: TraceIds | None
+    ) -> AsyncGenerator[generator_pb2.GenerateResponse, None]:
+        """One of the answers that a request asks for."""
         with self.records.request() as record:
             client = record.client = self._callers.caller(context).name
-            self._entrance.check_room(client, record.arrived_s)
-            check_prompt(request, self._limits())
-            request_id = self._entrance.admit(self._named(request, context, record), record)
+            self._entrance.check_room(client, record.arrived_s, part.count if part.index == 0 else 1)
+            check_prompt(part.request, self._limits())
+            record.trace = trace if trace is None or part.count == 1 else traced(part.name, "")
+            name = self._admit(part, record)
             live = None
             try:
-                live = await self._taken(request, record)
+                live = await self._taken(part, record)
                 self._entrance.send_off(live, client)
-                async for response in self._follow(live, request):
+                async for response in self._follow(live, part):
                     yield response
             finally:
                 if live is not None:
                     live.release()
                     self._log_end(live, client)
-                self._entrance.leave(request_id)
+                self._entrance.leave(name)
 
     async def Abort(  # noqa: N802
         self, request: generator_pb2.AbortRequest, context: Any
     ) -> generator_pb2.AbortResponse:
-        live = self._entrance.of(request.request_id, self._callers.caller(context).name)
-        if live is not None:
+        client, names = self._callers.caller(context).name, self._groups.names(request.request_id)
+        lives = [live for name in names if (live := self._entrance.of(name, client)) is not None]
+        for live in lives:
             live.abort()
-        return generator_pb2.AbortResponse(was_live=live is not None)
+        return generator_pb2.AbortResponse(was_live=bool(lives))
 
     async def GetModelInfo(  # noqa: N802
         self, request: generator_pb2.GetModelInfoRequest, context: Any
@@ -117,12 +140,12 @@ class GeneratorService:
 
     # -- a request's way --
 
-    def _named(self, request: generator_pb2.GenerateRequest, context: Any, record: RequestRecord) -> str:
-        """Its id. A request that is traced and has none gets one that names its trace."""
+    def _named(self, request: generator_pb2.GenerateRequest, context: Any) -> tuple[str, TraceIds | None]:
+        """Its id, and its trace. A request that is traced and has no id gets one that names its trace."""
         if not self._spans.enabled:
-            return request.request_id or uuid.uuid4().hex
-        record.trace = traced(request.request_id, header(context.invocation_metadata(), TRACEPARENT))
-        return request.request_id or request_id_of(record.trace)
+            return request.request_id or uuid.uuid4().hex, None
+        trace = traced(request.request_id, header(context.invocation_metadata(), TRACEPARENT))
+        return request.request_id or request_id_of(trace), trace
 
     def _limits(self) -> Limits:
         """A request may lose its KV when all but its last token are made; a prefill instance must hold those then."""
@@ -139,13 +162,19 @@ class GeneratorService:
     def _room_ahead(self) -> int:
         return self._max_ahead * max(1, sum(info.role is Role.PREFILL for info in self._mesh))
 
-    async def _taken(self, request: generator_pb2.GenerateRequest, record: RequestRecord) -> LiveRequest:
+    def _admit(self, part: Part, record: RequestRecord) -> str:
+        """Under its name, which it returns. A request for several answers has a name of its own too."""
+        if part.name in self._entrance.live or (part.count == 1 and part.name in self._groups):
+            raise Rejected("request_id", f"{part.request_id!r} is in use by a live request")
+        return self._entrance.admit(part.name, record)
+
+    async def _taken(self, part: Part, record: RequestRecord) -> LiveRequest:
         """It is valid, and goes its way. Raises Rejected."""
-        request_id = record.request_id
-        token_ids = await self._in_time(request_id, self._tokenize(request))
+        request, request_id = part.request, part.name
+        token_ids = await self._in_time(request_id, part.prompt.token_ids())
         if not request.HasField("token_ids"):
             self.records.tokenized(record)
-        sampling = sampling_params(request, len(token_ids), self._limits(), seed=secrets.randbits(63))
+        sampling = part.own(sampling_params(request, token_ids, self._limits(), seed=part.seed))
         live = self._entrance.live[request_id] = LiveRequest(
             Wanted(request_id, sampling, token_ids, priority_of(request), record.arrived_s),
             self._start,
@@ -186,12 +215,12 @@ class GeneratorService:
             case _:
                 return list(request.token_ids.ids)
 
-    async def _follow(
-        self, live: LiveRequest, request: generator_pb2.GenerateRequest
-    ) -> AsyncIterator[generator_pb2.GenerateResponse]:
+    async def _follow(self, live: LiveRequest, part: Part) -> AsyncIterator[generator_pb2.GenerateResponse]:
+        request = part.request
         stops = StopMatcher(request.stop, include=request.include_stop)
-        answer = Answer(live.wanted.request_id, self._tokenizer.stream(), stops, live.sampling.min_tokens)
+        answer = Answer(part.request_id, self._tokenizer.stream(), stops, live.sampling.min_tokens, part.index)
         fresh, ending = await self._first(live)
+        answer.push_prompt(live.prompt_logprobs)
         while True:
             answer.push(fresh)
             if answer.matched is not None:

@@ -19,6 +19,7 @@ from itertools import repeat
 from stagemesh.services.router.answer import FreshToken
 from stagemesh.services.router.attempt import Attempt, Phase, Start, Wanted
 from stagemesh.services.router.turns import Turns
+from stagemesh.shared.core.commands import TokenLogprobs
 from stagemesh.shared.core.identity import InstanceRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
@@ -45,6 +46,7 @@ class LiveRequest:
     started_s: float = field(default_factory=time.monotonic)
     first_token_s: float | None = None  # since the start
     cached_tokens: int = 0  # of the prompt, as the client sent it
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # once the first token is there, if asked for
     completion_tokens: int = 0
     num_attempts: int = 0
     recomputed_tokens: int = 0  # whose KV was made before
@@ -112,6 +114,7 @@ class LiveRequest:
         if self.first_token_s is None and output.token_ids:
             self.first_token_s = time.monotonic() - self.started_s
             self.cached_tokens = output.cached_tokens
+            self.prompt_logprobs = output.prompt_logprobs
             self.on_first_token()
         self._fresh += zip(output.token_ids, output.logprobs or repeat(None), strict=False)
         self._made.extend(output.token_ids)

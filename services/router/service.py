@@ -72,8 +72,10 @@ class RouterService:
             lambda info, on_up: HeadSession(info, name, self._tasks.spawn, self._log, on_up, self._dial),
             self._log,
             PrefixIndex() if self._config.engine.prefix_cache else PrefixIndex(max_pages=0),
+            self._dial,
         )
         tickets = Tickets(BrokerClient(broker, name), self._tasks.spawn, self._config.router.broker_wait_s)
+        stack.push_async_callback(mesh.close)
         self._generator = GeneratorService(
             section=self._config.router,
             model=self._config.model.path,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from stagemesh.services.router.structure import structure_of
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.errors import Rejected
 from stagemesh.shared.pb import generator_pb2
@@ -18,6 +20,12 @@ MAX_LOGPROBS: Final = 20
 MAX_MESSAGES: Final = 1024
 MAX_TEMPERATURE: Final = 100.0
 MAX_PRIORITY: Final = 100  # and at least minus that
+MAX_PENALTY: Final = 2.0  # and at least minus that
+MAX_REPETITION_PENALTY: Final = 10.0
+MAX_BIASES: Final = 1024
+MAX_BIAS: Final = 100.0  # and at least minus that
+MAX_ANSWERS: Final = 64
+MAX_PROMPT_LOGPROBS: Final = 1 << 20  # of a prompt, all told
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -36,6 +44,8 @@ def check_prompt(request: generator_pb2.GenerateRequest, limits: Limits) -> None
     """What can be said before the prompt is tokenized. Raises Rejected."""
     if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
         raise Rejected("request_id", "must be 1..128 characters of A-Z a-z 0-9 . _ : -")
+    answers_of(request)
+    structure_of(request, limits.eos_token_ids)
     match request.WhichOneof("prompt"):
         case "text":
             _check_text("text", request.text, limits)
@@ -73,11 +83,13 @@ def _check_chat(chat: generator_pb2.ChatMessages, limits: Limits) -> None:
 
 
 def sampling_params(
-    request: generator_pb2.GenerateRequest, prompt_tokens: int, limits: Limits, *, seed: int
+    request: generator_pb2.GenerateRequest, prompt: Sequence[int], limits: Limits, *, seed: int
 ) -> SamplingParams:
-    """The request's parameters, with defaults. `seed` is for a request that gives none. Raises Rejected."""
+    """The request's parameters, with defaults; `prompt` is its token ids; `seed` is for a request that gives none.
+    Raises Rejected."""
     _check_stop_strings(list(request.stop))
-    max_tokens = _max_tokens(request, prompt_tokens, limits)
+    max_tokens = _max_tokens(request, len(prompt), limits)
+    repetition = _repetition_penalty(request)
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=_number("temperature", request.temperature, 0.0, MAX_TEMPERATURE),
@@ -90,12 +102,53 @@ def sampling_params(
         min_tokens=_whole("min_tokens", request.min_tokens, 0, max_tokens),
         min_p=_number("min_p", request.min_p, 0.0, 1.0),
         logprobs=_whole("logprobs", request.logprobs, 0, MAX_LOGPROBS) if request.HasField("logprobs") else None,
+        prompt_logprobs=_prompt_logprobs(request, len(prompt)),
+        presence_penalty=_number("presence_penalty", request.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
+        frequency_penalty=_number("frequency_penalty", request.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
+        repetition_penalty=repetition,
+        logit_bias=_logit_bias(request, limits),
+        structure=structure_of(request, limits.eos_token_ids),
+        prompt_ids=() if repetition == 1 else tuple(sorted(set(prompt))),
     )
+
+
+def answers_of(request: generator_pb2.GenerateRequest) -> int:
+    """How many are asked for. Raises Rejected."""
+    return _whole("n", request.n, 1, MAX_ANSWERS) if request.HasField("n") else 1
 
 
 def priority_of(request: generator_pb2.GenerateRequest) -> int:
     """Higher is served first; 0 if the client says nothing. Raises Rejected."""
     return _whole("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+
+
+def _repetition_penalty(request: generator_pb2.GenerateRequest) -> float:
+    if not request.HasField("repetition_penalty"):
+        return 1.0
+    if not 0.0 < request.repetition_penalty <= MAX_REPETITION_PENALTY:  # also false for NaN
+        raise Rejected(
+            "repetition_penalty", f"must be in (0, {MAX_REPETITION_PENALTY}], got {request.repetition_penalty}"
+        )
+    return request.repetition_penalty
+
+
+def _logit_bias(request: generator_pb2.GenerateRequest, limits: Limits) -> tuple[tuple[int, float], ...]:
+    if len(request.logit_bias) > MAX_BIASES:
+        raise Rejected("logit_bias", f"must be at most {MAX_BIASES} tokens, got {len(request.logit_bias)}")
+    return tuple(
+        (_whole("logit_bias", token_id, 0, limits.vocab_size - 1), _number("logit_bias", bias, -MAX_BIAS, MAX_BIAS))
+        for token_id, bias in sorted(request.logit_bias.items())
+    )
+
+
+def _prompt_logprobs(request: generator_pb2.GenerateRequest, prompt_tokens: int) -> int | None:
+    if not request.HasField("prompt_logprobs"):
+        return None
+    count = _whole("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
+    if (told := prompt_tokens * (count + 1)) > MAX_PROMPT_LOGPROBS:
+        problem = f"must tell at most {MAX_PROMPT_LOGPROBS} of a prompt, got {told} ({count} + 1 for each token)"
+        raise Rejected("prompt_logprobs", problem)
+    return count
 
 
 def _check_stop_strings(stops: list[str]) -> None:

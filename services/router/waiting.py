@@ -40,9 +40,9 @@ class Waiting:
     def is_full(self) -> bool:
         return len(self._since_s) >= self._max_requests
 
-    def check_room(self, now_s: float) -> None:
-        """Raises Exhausted, with a hint, if as many wait as may."""
-        if self.is_full:
+    def check_room(self, now_s: float, count: int = 1) -> None:
+        """Raises Exhausted, with a hint, if `count` more were more than may wait."""
+        if len(self._since_s) + count > self._max_requests:
             raise self.exhausted(f"no more than {self._max_requests} requests may wait", now_s)
 
     def enter(self, request_id: str, now_s: float, client: str = "") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -39,6 +40,14 @@ def generate(
     top_k: Annotated[int, typer.Option(help="0 keeps all tokens.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 keeps all tokens.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes a random answer repeatable.")] = None,
+    presence_penalty: Annotated[float, typer.Option(help="Against tokens that the answer has, -2 to 2.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, for each time.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="A factor, against those of the prompt too.")] = 1.0,
+    logit_bias: Annotated[list[str] | None, typer.Option(help="TOKEN_ID=BIAS; again for more.")] = None,
+    n: Annotated[int, typer.Option("--n", help="So many answers; they need a temperature to differ.")] = 1,
+    json_schema: Annotated[str, typer.Option(help="What the answer matches, or @FILE.")] = "",
+    regex: Annotated[str, typer.Option(help="What the answer matches, or @FILE.")] = "",
+    ebnf: Annotated[str, typer.Option(help="A grammar whose rule root the answer matches, or @FILE.")] = "",
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
@@ -55,6 +64,12 @@ def generate(
         top_p=top_p,
         seed=seed,
         ignore_eos=ignore_eos,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=dict(_bias(text) for text in logit_bias or ()),
+        n=n,
+        **_structure(json_schema=json_schema, regex=regex, ebnf=ebnf),
     )
     if chat:
         request.chat.messages.add(role="user", content=prompt)
@@ -64,30 +79,76 @@ def generate(
     print(json.dumps(answer, ensure_ascii=False) if as_json else "")
 
 
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise Rejected("--logit-bias", f"expected TOKEN_ID=BIAS, got {text!r}") from None
+
+
+def _structure(**given: str) -> dict[str, Any]:
+    """The one that is given. Raises Rejected for more, or a file that cannot be read."""
+    wanted = {name: text for name, text in given.items() if text}
+    if len(wanted) > 1:
+        raise Rejected(f"--{list(wanted)[1]}".replace("_", "-"), "only one of json-schema, regex and ebnf can be given")
+    return {name: _text_of(name, text) for name, text in wanted.items()}
+
+
+def _text_of(name: str, text: str) -> str:
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise Rejected(f"--{name}".replace("_", "-"), f"{text[1:]}: cannot be read ({error})") from None
+
+
 async def _follow(router: str, request: Any, timeout_s: float, *, show: bool) -> dict[str, Any]:
     from stagemesh.shared.pb import generator_pb2
     from stagemesh.shared.rpc.access import router_dial
     from stagemesh.shared.rpc.client import Client
 
     service = generator_pb2.DESCRIPTOR.services_by_name["Generator"]
-    text, token_ids, finished = "", [], generator_pb2.Finished()
+    answers = [_Collected() for _ in range(max(1, request.n))]
+    usage = generator_pb2.Usage()
     async with Client(router, service, wait=False, dial=router_dial(client_files())) as client:
         async for response in client.receive("Generate", request, timeout_s=timeout_s):
-            text += response.text
-            token_ids += response.token_ids
-            if show:
+            answers[response.index].take(response)
+            if show and len(answers) == 1:
                 sys.stdout.write(response.text)
                 sys.stdout.flush()
-            if response.HasField("finished"):
-                finished = response.finished
-    reason = generator_pb2.FinishReason.Name(finished.finish_reason).removeprefix("FINISH_REASON_").lower()
-    return {
-        "text": text,
-        "token_ids": token_ids,
-        "finish_reason": reason,
-        "usage": {
-            "prompt_tokens": finished.usage.prompt_tokens,
-            "completion_tokens": finished.usage.completion_tokens,
-        },
-        "timing": {"first_token_s": finished.timing.first_token_s, "total_s": finished.timing.total_s},
-    }
+            if response.finished.HasField("total_usage"):
+                usage = response.finished.total_usage
+    if show and len(answers) > 1:
+        sys.stdout.write("\n".join(f"[{index}] {answer.text}" for index, answer in enumerate(answers)))
+    told = [answer.told for answer in answers]
+    counts = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
+    return {**told[0], **({"answers": told} if len(told) > 1 else {}), "usage": counts}
+
+
+class _Collected:
+    """One answer."""
+
+    def __init__(self) -> None:
+        self.text, self._token_ids = "", list[int]()
+        self._reason, self._timing = "", {"first_token_s": 0.0, "total_s": 0.0}
+
+    def take(self, response: Any) -> None:
+        from stagemesh.shared.pb.generator_pb2 import FinishReason
+
+        self.text += response.text
+        self._token_ids += response.token_ids
+        if response.HasField("finished"):
+            reason, timing = response.finished.finish_reason, response.finished.timing
+            self._reason = FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+            self._timing = {"first_token_s": timing.first_token_s, "total_s": timing.total_s}
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "token_ids": self._token_ids,
+            "finish_reason": self._reason,
+            "timing": self._timing,
+        }

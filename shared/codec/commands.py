@@ -5,7 +5,7 @@ from __future__ import annotations
 from stagemesh.shared.codec.arrays import bytes_to_floats, floats_to_bytes, to_array, to_bytes, to_tuple
 from stagemesh.shared.codec.mesh import request_from_pb, request_to_pb, stage_from_pb, stage_to_pb
 from stagemesh.shared.core.commands import ROW_WIDTH, Command, Join, SendPlan, Step, TokenLogprobs
-from stagemesh.shared.core.sampling import SamplingParams
+from stagemesh.shared.core.sampling import STRUCTURE_KINDS, SamplingParams, Structure
 from stagemesh.shared.errors import ProtocolViolation
 from stagemesh.shared.pb import instance_pb2, stage_pb2
 
@@ -23,10 +23,23 @@ def sampling_to_pb(params: SamplingParams) -> instance_pb2.Sampling:
         min_tokens=params.min_tokens,
         min_p=params.min_p,
         logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        bias_ids=to_bytes([token_id for token_id, _ in params.logit_bias]),
+        bias_values=floats_to_bytes([value for _, value in params.logit_bias]),
+        prompt_ids=to_bytes(params.prompt_ids),
+        generated=to_bytes(params.generated),
+        structure=None if params.structure is None else structure_to_pb(params.structure),
     )
 
 
 def sampling_from_pb(message: instance_pb2.Sampling) -> SamplingParams:
+    """Raises ProtocolViolation for arrays that do not fit together, or a structure of an unknown kind."""
+    bias_ids, bias_values = to_tuple(message.bias_ids), bytes_to_floats(message.bias_values)
+    if len(bias_ids) != len(bias_values):
+        raise ProtocolViolation(f"{len(bias_values)} biases of {len(bias_ids)} tokens")
     return SamplingParams(
         max_tokens=message.max_tokens,
         temperature=message.temperature,
@@ -39,7 +52,27 @@ def sampling_from_pb(message: instance_pb2.Sampling) -> SamplingParams:
         min_tokens=message.min_tokens,
         min_p=message.min_p,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        logit_bias=tuple(zip(bias_ids, bias_values, strict=True)),
+        prompt_ids=to_tuple(message.prompt_ids),
+        generated=to_tuple(message.generated),
+        structure=structure_from_pb(message.structure) if message.HasField("structure") else None,
     )
+
+
+def structure_to_pb(structure: Structure) -> instance_pb2.Structure:
+    return instance_pb2.Structure(kind=structure.kind, text=structure.text)
+
+
+def structure_from_pb(message: instance_pb2.Structure) -> Structure:
+    """Raises ProtocolViolation for a kind that this version does not know."""
+    kind = next((kind for kind in STRUCTURE_KINDS if kind == message.kind), None)
+    if kind is None:
+        raise ProtocolViolation(f"unknown kind of structure: {message.kind!r}")
+    return Structure(kind, message.text)
 
 
 def command_to_pb(command: Command) -> stage_pb2.Command:
@@ -120,6 +153,8 @@ def logprobs_to_pb(logprobs: TokenLogprobs) -> instance_pb2.TokenLogprobs:
         logprob=logprobs.logprob,
         top_ids=to_bytes(logprobs.top_ids),
         top_logprobs=floats_to_bytes(logprobs.top_logprobs),
+        prompt=[logprobs_to_pb(told) for told in logprobs.prompt],
+        failure=logprobs.failure,
     )
 
 
@@ -128,4 +163,5 @@ def logprobs_from_pb(message: instance_pb2.TokenLogprobs) -> TokenLogprobs:
     ids, values = to_tuple(message.top_ids), bytes_to_floats(message.top_logprobs)
     if len(ids) != len(values):
         raise ProtocolViolation(f"{len(values)} log probabilities of {len(ids)} tokens")
-    return TokenLogprobs(message.logprob, ids, values)
+    prompt = tuple(logprobs_from_pb(told) for told in message.prompt)
+    return TokenLogprobs(message.logprob, ids, values, prompt, message.failure)

@@ -31,6 +31,7 @@ def outputs_to_pb(outputs: Iterable[SequenceOutput]) -> list[instance_pb2.Sequen
             error=output.error,
             logprobs=[logprobs_to_pb(logprobs) for logprobs in output.logprobs],
             cached_tokens=output.cached_tokens,
+            prompt_logprobs=[logprobs_to_pb(told) for told in output.prompt_logprobs],
         )
         for output in outputs
     ]
@@ -49,4 +50,5 @@ def output_from_pb(message: instance_pb2.SequenceOutput) -> SequenceOutput:
         message.error,
         logprobs,
         message.cached_tokens,
+        tuple(logprobs_from_pb(told) for told in message.prompt_logprobs),
     )

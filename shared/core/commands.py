@@ -26,15 +26,20 @@ HANDLE, START, COUNT, SOURCE_STEP, SOURCE_ROW, FLAGS = range(6)
 ROW_WIDTH: Final = 6
 FROM_STEP: Final = 1  # the input id is the one sampled by (source_step, source_row)
 SAMPLE: Final = 2  # the last stage samples after this row's last token
+TELL: Final = 4  # the last stage tells the log probabilities of this row's tokens
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's probabilities: of the drawn token, and of the likeliest ones in order."""
+    """Natural logarithms of the model's probabilities: of the drawn token, and of the likeliest ones in order. `prompt`
+    are those of the prompt's tokens that the same row has computed; where it drew none, they are all it tells.
+    `failure`: why the sequence cannot go on, field first; then the row's token is none, and nothing else is told."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    prompt: tuple[TokenLogprobs, ...] = ()
+    failure: str = ""
 
 
 RowLogprobs = Mapping[int, TokenLogprobs]

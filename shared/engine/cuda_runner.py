@@ -9,26 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from stagemesh.shared.core.commands import (
-    COUNT,
-    FLAGS,
-    HANDLE,
-    NO_LOGPROBS,
-    SAMPLE,
-    START,
-    Ints,
-    RowLogprobs,
-    Step,
-    TokenLogprobs,
-)
+from stagemesh.shared.core.commands import COUNT, HANDLE, NO_LOGPROBS, START, RowLogprobs, Step
 from stagemesh.shared.engine.device_rows import chunk_rows, decode_rows
 from stagemesh.shared.engine.host_copies import HostCopies
+from stagemesh.shared.engine.logit_rows import LogitRows, logit_rows
 from stagemesh.shared.engine.runner import StageRunner
-from stagemesh.shared.engine.sampler import log_probabilities, sample
 from stagemesh.shared.model.cuda.decode import DecodeGraphs, DecodeOutput
 from stagemesh.shared.model.cuda.layers import CudaStageModel
 from stagemesh.shared.model.cuda.prefill import PrefillForward, greedy_ids
@@ -90,45 +78,36 @@ class CudaStageRunner(StageRunner):
     def _decoded(self, step: Step, output: DecodeOutput) -> Enqueued:
         assert output.logits is not None
         assert output.greedy is not None
-        wanted = np.arange(len(step.rows))
+        wanted = logit_rows(step.rows)
         if self._is_plain(step, wanted):
             return Enqueued(output.greedy, NO_LOGPROBS)
         return self._sampled(step, wanted, output.logits)
 
     @torch.inference_mode()
     def _prefill(self, chunks: PrefillForward, step: Step, rows: ChunkRows, hidden: Tensor | None) -> Enqueued:
-        wanted = np.flatnonzero(step.rows[:, FLAGS] & SAMPLE)
+        wanted = logit_rows(step.rows)
         output = chunks.run(step.number, rows, token_ids=step.tokens if self._first else None, hidden=hidden)
         if not self._last:
             return Enqueued(output, NO_LOGPROBS)
         if not self._is_plain(step, wanted):
             return self._sampled(step, wanted, output)
-        return Enqueued(greedy_ids(len(step.rows), wanted, output), NO_LOGPROBS)
+        return Enqueued(greedy_ids(len(step.rows), wanted.sampled, output), NO_LOGPROBS)
 
-    def _is_plain(self, step: Step, wanted: Ints) -> bool:
-        """True if every sampled row takes the likeliest id and tells no more."""
-        handles = step.rows[wanted, HANDLE].tolist()
-        ends = (step.rows[wanted, START] + step.rows[wanted, COUNT]).tolist()
+    def _is_plain(self, step: Step, wanted: LogitRows) -> bool:
+        """True if every sampled row takes the likeliest id and no row tells more."""
+        if len(wanted.told):
+            return False
+        handles = step.rows[wanted.sampled, HANDLE].tolist()
+        ends = (step.rows[wanted.sampled, START] + step.rows[wanted.sampled, COUNT]).tolist()
         residents = (self._residents[handle] for handle in handles)
         return all(
-            r.sampling.temperature == 0 and r.logprobs is None and end >= r.sampling.banned_before
+            r.sampling.temperature == 0 and r.logprobs is None and r.output is None and end >= r.sampling.banned_before
             for r, end in zip(residents, ends, strict=True)
         )
 
-    def _sampled(self, step: Step, wanted: Ints, logits: Tensor) -> Enqueued:
-        """`logits` [R, vocab] of the rows `wanted`."""
-        residents = [self._residents[handle] for handle in step.rows[wanted, HANDLE].tolist()]
-        ends = (step.rows[wanted, START] + step.rows[wanted, COUNT]).tolist()
-        exact = logits.float()
-        drawn = sample(exact, [r.sampling for r in residents], ends)
-        ids = torch.full((len(step.rows),), -1, dtype=torch.int64, device="cuda")
-        ids[torch.from_numpy(wanted).cuda()] = drawn
-        asking = {row: r.logprobs for row, r in enumerate(residents) if r.logprobs is not None}
-        if not asking:
-            return Enqueued(ids, NO_LOGPROBS)
-        at = list(asking)
-        told = log_probabilities(exact[at], drawn[at].tolist(), list(asking.values()))
-        return Enqueued(ids, {int(wanted[r]): TokenLogprobs(*t) for r, t in zip(at, told, strict=True)})
+    def _sampled(self, step: Step, wanted: LogitRows, logits: Tensor) -> Enqueued:
+        """`logits` [R, vocab] of the tokens `wanted`."""
+        return Enqueued(*self._draw(step, wanted, logits.float()))
 
     def _pages(self, handle: int, end: int) -> list[int]:
         return self._runnable(handle, end).pages

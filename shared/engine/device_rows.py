@@ -11,13 +11,13 @@ from stagemesh.shared.core.commands import (
     FLAGS,
     FROM_STEP,
     HANDLE,
-    SAMPLE,
     SOURCE_ROW,
     SOURCE_STEP,
     START,
     Ints,
     Step,
 )
+from stagemesh.shared.engine.logit_rows import logit_rows
 from stagemesh.shared.model.cuda.rows import ChunkRows, DecodeRows
 
 PagesOf = Callable[[int, int], list[int]]
@@ -52,8 +52,7 @@ def chunk_rows(step: Step, pages_of: PagesOf, page_size: int) -> ChunkRows:
     positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths) + np.repeat(starts, lengths)
     firsts = np.repeat(np.cumsum(counts) - counts, lengths)
     slots = pages[firsts + positions // page_size] * page_size + positions % page_size
-    wanted = (ends - 1)[(rows[:, FLAGS] & SAMPLE) != 0]
-    return ChunkRows(positions, slots, lengths, contexts, counts, pages, wanted)
+    return ChunkRows(positions, slots, lengths, contexts, counts, pages, logit_rows(rows).tokens)
 
 
 def _pages(rows: Ints, counts: Ints, pages_of: PagesOf) -> Ints:

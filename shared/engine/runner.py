@@ -6,7 +6,7 @@ Called by one thread only. Everything that changes its state comes with a comman
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -30,8 +30,11 @@ from stagemesh.shared.core.commands import (
     TokenLogprobs,
     unpack_deltas,
 )
+from stagemesh.shared.engine.grammar import Grammars
 from stagemesh.shared.engine.host_copies import CpuPageCopier, HostCopies
-from stagemesh.shared.engine.sampler import RowSampling, log_probabilities, sample
+from stagemesh.shared.engine.logit_rows import LogitRows, logit_rows
+from stagemesh.shared.engine.output_state import OutputState, shape_logits
+from stagemesh.shared.engine.sampler import RowSampling, log_probabilities, prompt_log_probabilities, sample
 from stagemesh.shared.errors import ProtocolViolation
 from stagemesh.shared.model.batch import ForwardBatch
 from stagemesh.shared.model.layers import StageModel
@@ -47,8 +50,14 @@ class StepOutput:
 
 @dataclass(slots=True)
 class _Resident:
+    """`output` is there on the last stage where draws depend on more than the logits; the grammar in it minds what is
+    banned itself. `carried`: the logits of the last prompt token so far, if the next one's log probability is asked."""
+
     sampling: RowSampling
     logprobs: int | None
+    prompt_logprobs: int | None = None
+    output: OutputState | None = None
+    carried: Tensor | None = None
     pages: list[int] = field(default_factory=list)
 
 
@@ -63,6 +72,7 @@ class StageRunner:
         self.copies = HostCopies(CpuPageCopier(pool), 0) if copies is None else copies
         self._page_size = pool.shape[3]
         self._residents: dict[int, _Resident] = {}
+        self.grammars: Grammars | None = None  # on the last stage, once a structure has been prepared
 
     @property
     def num_residents(self) -> int:
@@ -79,7 +89,7 @@ class StageRunner:
             self.copies.drop(handle)
             del self._residents[handle]
         for join in command.joins:
-            self._residents[join.handle] = _Resident(_row_sampling(join), join.sampling.logprobs)
+            self._residents[join.handle] = self._new_resident(join)
         for handle in command.retracts:
             resident = self._resident(handle)
             self.copies.save(handle, resident.pages)
@@ -114,7 +124,6 @@ class StageRunner:
         positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts) + np.repeat(starts, counts)
         pages = table[row_of, positions // self._page_size]
         slots = pages * self._page_size + positions % self._page_size
-        wanted = (ends - 1)[(rows[:, FLAGS] & SAMPLE) != 0]
         used = int((starts + counts).max() - 1) // self._page_size + 1
         return ForwardBatch(
             positions=torch.from_numpy(positions),
@@ -122,25 +131,82 @@ class StageRunner:
             query_lens=tuple(counts.tolist()),
             context_lens=tuple((starts + counts).tolist()),
             page_table=torch.from_numpy(np.ascontiguousarray(table[:, :used])),
-            logit_rows=torch.from_numpy(wanted),
+            logit_rows=torch.from_numpy(logit_rows(rows).tokens),
         )
 
     def _sample(self, step: Step, logits: Tensor) -> StepOutput:
-        rows = step.rows
-        sampled = np.flatnonzero(rows[:, FLAGS] & SAMPLE)
-        ids = torch.full((len(rows),), -1, dtype=torch.int64)
-        if not len(sampled):
-            return StepOutput(ids)
-        residents = [self._residents[handle] for handle in rows[sampled, HANDLE].tolist()]
-        positions = (rows[sampled, START] + rows[sampled, COUNT]).tolist()
-        drawn = sample(logits, [resident.sampling for resident in residents], positions)
-        ids[torch.from_numpy(sampled)] = drawn
-        wanted = {row: r.logprobs for row, r in enumerate(residents) if r.logprobs is not None}
-        if not wanted:
-            return StepOutput(ids)
-        at = list(wanted)
-        told = log_probabilities(logits[at], drawn[at].tolist(), list(wanted.values()))
-        return StepOutput(ids, {int(sampled[r]): TokenLogprobs(*t) for r, t in zip(at, told, strict=True)})
+        return StepOutput(*self._draw(step, logit_rows(step.rows), logits))
+
+    def _draw(self, step: Step, wanted: LogitRows, logits: Tensor) -> tuple[Tensor, RowLogprobs]:
+        """The id of each row of the step or -1, int64 [rows] on the device of `logits` [R, vocab], which are those of
+        the tokens `wanted`; and what rows tell."""
+        ids = torch.full((len(step.rows),), -1, dtype=torch.int64, device=logits.device)
+        prompts = self._tell_prompts(step, wanted, logits)
+        if not len(wanted.sampled):
+            return ids, prompts
+        if len(wanted.tokens) > len(wanted.sampled):
+            logits = logits.index_select(0, torch.from_numpy(wanted.drawn_at).to(logits.device))
+        rows = step.rows[wanted.sampled]
+        residents = [self._residents[handle] for handle in rows[:, HANDLE].tolist()]
+        positions = (rows[:, START] + rows[:, COUNT]).tolist()
+        drawn = sample(self._shaped(step, wanted, residents, logits), [r.sampling for r in residents], positions)
+        ids[torch.from_numpy(wanted.sampled).to(ids.device)] = drawn
+        telling = {row: r.logprobs for row, r in enumerate(residents) if r.logprobs is not None}
+        states = [r.output for r in residents]
+        if not telling and not any(states):
+            return ids, prompts
+        chosen = drawn.tolist()
+        failed: dict[int, TokenLogprobs] = {}
+        for row, state, token_id in zip(wanted.sampled.tolist(), states, chosen, strict=True):
+            if state is not None and state.failure:
+                failed[row] = TokenLogprobs(0.0, failure=state.failure)
+            elif state is not None:
+                state.drawn(token_id)
+        at = list(telling)
+        told = log_probabilities(logits[at], [chosen[row] for row in at], list(telling.values())) if at else []
+        own = {int(wanted.sampled[row]): TokenLogprobs(*said) for row, said in zip(at, told, strict=True)}
+        return ids, {**_merged(own, prompts), **failed}
+
+    def _shaped(self, step: Step, wanted: LogitRows, residents: list[_Resident], logits: Tensor) -> Tensor:
+        """`logits` [R, vocab] of the rows that draw, with bias, penalties and grammar."""
+        if not any(r.output is not None for r in residents):
+            return logits
+        firsts = _literal_places(step)
+        positions, banned = [], []
+        for row, resident in zip(wanted.sampled.tolist(), residents, strict=True):
+            _, start, count, *_, flags = step.rows[row].tolist()
+            if resident.output is not None and not flags & FROM_STEP:
+                resident.output.feed(start, step.tokens[firsts[row] : firsts[row] + count].tolist())
+            positions.append(start + count)
+            banned.append(resident.sampling.banned if start + count < resident.sampling.banned_before else ())
+        return shape_logits(logits, [r.output for r in residents], positions, banned)
+
+    def _tell_prompts(self, step: Step, wanted: LogitRows, logits: Tensor) -> dict[int, TokenLogprobs]:
+        """Log probabilities of the prompts' tokens, by row. That of a chunk's first token is in the logits of the one
+        before it, which an earlier chunk has computed."""
+        told: dict[int, TokenLogprobs] = {}
+        firsts = _literal_places(step) if len(wanted.told) else ()
+        ends = np.cumsum(step.rows[:, COUNT])
+        for row in wanted.told.tolist():
+            handle, _, count, *_, flags = step.rows[row].tolist()
+            resident = self._residents[handle]
+            at = int(np.searchsorted(wanted.tokens, ends[row] - count))
+            own, tokens = logits[at : at + count], step.tokens[firsts[row] : firsts[row] + count].tolist()
+            before = own[:-1] if resident.carried is None else torch.cat((resident.carried[None], own[:-1]))
+            said = prompt_log_probabilities(before, tokens[count - len(before) :], resident.prompt_logprobs or 0)
+            told[row] = TokenLogprobs(0.0, prompt=tuple(TokenLogprobs(*each) for each in said))
+            resident.carried = None if flags & SAMPLE else own[-1].clone()
+        return told
+
+    def _new_resident(self, join: Join) -> _Resident:
+        params, output = join.sampling, None
+        sampling = _row_sampling(join)
+        if self._last and (params.needs_output or params.logit_bias):
+            matcher = None
+            if params.structure is not None and self.grammars is not None:
+                matcher = self.grammars.matcher(params.structure)
+            output = OutputState(params, join.prompt_tokens, matcher)
+        return _Resident(sampling, params.logprobs, params.prompt_logprobs, output)
 
     def _runnable(self, handle: int, num_tokens: int) -> _Resident:
         """One with pages for `num_tokens`, and their KV in them."""
@@ -180,4 +246,16 @@ def _row_sampling(join: Join) -> RowSampling:
         params.min_p,
         banned=params.ending_ids,
         banned_before=join.prompt_tokens + params.min_tokens if params.min_tokens else 0,
+        has_grammar=params.structure is not None,
     )
+
+
+def _literal_places(step: Step) -> Ints:
+    """Where the literal ids of each row begin in `step.tokens`; of no meaning for rows without."""
+    counts = np.where(step.rows[:, FLAGS] & FROM_STEP, 0, step.rows[:, COUNT])
+    return np.cumsum(counts) - counts
+
+
+def _merged(own: dict[int, TokenLogprobs], prompts: dict[int, TokenLogprobs]) -> RowLogprobs:
+    both = {row: replace(own[row], prompt=told.prompt) for row, told in prompts.items() if row in own}
+    return {**prompts, **own, **both}

@@ -21,13 +21,14 @@ MASK_32: Final = 0xFFFFFFFF
 MASK_64: Final = 0xFFFFFFFFFFFFFFFF
 COLDEST: Final = 1e-9  # a lower temperature draws the same tokens, until it is 0 as a float32
 NUCLEUS_GUESS: Final = 512  # a top-p set is rarely larger; where it is, all logits of the row are sorted
+TOLD_AT_ONCE: Final = 64  # rows
 NOISE_SPAN: Final = 27.0  # more than the noise of two tokens can differ by: 32 bits give -3.2 .. 22.9
 
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
     """How one row is sampled. `temperature` 0 is greedy; `top_k` 0, `top_p` 1.0 and `min_p` 0.0 switch the filter off.
-    At positions below `banned_before` the tokens `banned` are never drawn."""
+    At positions below `banned_before` the tokens `banned` are never drawn; where the row `has_grammar`, that knows."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -36,6 +37,7 @@ class RowSampling:
     min_p: float = 0.0
     banned: tuple[int, ...] = ()
     banned_before: int = 0
+    has_grammar: bool = False
 
 
 def sample(logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int]) -> Tensor:
@@ -58,7 +60,7 @@ def ban(logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int]) -
     places = [
         (place, token_id)
         for place, (row, position) in enumerate(zip(rows, positions, strict=True))
-        if position < row.banned_before
+        if position < row.banned_before and not row.has_grammar
         for token_id in row.banned
     ]
     if not places:
@@ -154,6 +156,17 @@ def _floor_of_sorted(ranked: Tensor, sums: Tensor, wanted: Tensor) -> Tensor:
     """The first of `ranked` [R, n] where the `sums` reach `wanted` [R]; the last where rounding keeps them below."""
     place = (sums < wanted[:, None]).sum(dim=-1).clamp_(max=ranked.shape[1] - 1)
     return ranked.gather(1, place[:, None])[:, 0]
+
+
+def prompt_log_probabilities(
+    logits: Tensor, token_ids: Sequence[int], count: int
+) -> list[tuple[float, tuple[int, ...], tuple[float, ...]]]:
+    """`log_probabilities` of many rows, a few at a time for the sake of memory."""
+    told = []
+    for at in range(0, len(logits), TOLD_AT_ONCE):
+        chosen = token_ids[at : at + TOLD_AT_ONCE]
+        told += log_probabilities(logits[at : at + TOLD_AT_ONCE], chosen, [count] * len(chosen))
+    return told
 
 
 def log_probabilities(

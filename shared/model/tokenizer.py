@@ -41,6 +41,19 @@ class Tokenizer:
         if self._template is not None:
             self._template.start()
 
+    def plain_tokens(self, count: int) -> list[str]:
+        """The first `count` tokens as the tokenizer writes them; "" for special ones, and where there are none."""
+        special = {token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special}
+        tokens = [""] * count
+        for token, token_id in self._backend.get_vocab(with_added_tokens=True).items():
+            if token_id < count and token_id not in special:
+                tokens[token_id] = token
+        return tokens
+
+    def to_json(self) -> str:
+        """The tokenizer as its library saves it."""
+        return str(self._backend.to_str())
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the tokens that the model wants around a text if `add_special_tokens`. Raises
         Rejected("text") for a text that the model's tokenizer cannot take."""

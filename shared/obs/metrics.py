@@ -175,6 +175,14 @@ SESSIONS = Metric(_G, "sessions", "Routers connected to the head.", _I)
 
 # -- stages --
 STAGE_STEPS = Metric(_C, "stage_steps", "Steps that the stage has run.", _P)
+STRUCTURES = Metric(
+    _C, "structures", "Structures that last stages were asked to compile, by outcome.", _P, ("outcome",)
+)
+STRUCTURES_HELD = Metric(_G, "structures_held", "Compiled structures in the cache of a last stage.", _P)
+STRUCTURE_SECONDS = Metric(_C, "structure_seconds", "Time in which structures were waited for to be compiled.", _P)
+MASKS = Metric(_C, "masks", "Masks made for structured output.", _P)
+MASK_SECONDS = Metric(_C, "mask_seconds", "Time of a core that masks took, under other steps.", _P)
+MASK_WAIT_SECONDS = Metric(_C, "mask_wait_seconds", "Time in which steps waited for masks.", _P)
 FORWARD_SECONDS = Metric(_C, "forward_seconds", "Time in which the stage ran a step.", _P)
 BUBBLE_SECONDS = Metric(
     _C, "bubble_seconds", "Time in which the stage had nothing to run though sequences were on it.", _P

@@ -24,15 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#stagemesh/shared/pb/generator.proto\x12\x0cstagemesh.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\";\n\x0c\x43hatMessages\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.stagemesh.v1.ChatMessage\"\xaf\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.stagemesh.v1.TokenIdsH\x00\x12*\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x1a.stagemesh.v1.ChatMessagesH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\x03H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x08 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\x03\x12\x17\n\nmin_tokens\x18\x0c \x01(\x03H\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\r \x01(\x01H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\x0e \x03(\t\x12\x14\n\x0cinclude_stop\x18\x0f \x01(\x08\x12\x15\n\x08logprobs\x18\x10 \x01(\x03H\x08\x88\x01\x01\x12\r\n\x05whole\x18\x11 \x01(\x08\x12\x15\n\x08priority\x18\x12 \x01(\x03H\t\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_min_tokensB\x08\n\x06_min_pB\x0b\n\t_logprobsB\x0b\n\t_priority\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x03\x12\x15\n\rcached_tokens\x18\x03 \x01(\x03\"0\n\x06Timing\x12\x15\n\rfirst_token_s\x18\x01 \x01(\x01\x12\x0f\n\x07total_s\x18\x02 \x01(\x01\"\x95\x01\n\x08\x46inished\x12\x31\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1a.stagemesh.v1.FinishReason\x12\"\n\x05usage\x18\x02 \x01(\x0b\x32\x13.stagemesh.v1.Usage\x12$\n\x06timing\x18\x03 \x01(\x0b\x32\x14.stagemesh.v1.Timing\x12\x0c\n\x04stop\x18\x04 \x01(\t\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x03\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"D\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\'\n\x03top\x18\x02 \x03(\x0b\x32\x1a.stagemesh.v1.TokenLogprob\"\x9b\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12\x0c\n\x04text\x18\x03 \x01(\t\x12(\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x16.stagemesh.v1.Finished\x12(\n\x08logprobs\x18\x05 \x03(\x0b\x32\x16.stagemesh.v1.Logprobs\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"!\n\rAbortResponse\x12\x10\n\x08was_live\x18\x01 \x01(\x08\"\x15\n\x13GetModelInfoRequest\"\xc1\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\x03\x12\x13\n\x0bmax_context\x18\x04 \x01(\x03\x12\x15\n\reos_token_ids\x18\x05 \x03(\x03\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x1a\n\x12max_request_tokens\x18\x08 \x01(\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xf1\x01\n\tGenerator\x12K\n\x08Generate\x12\x1d.stagemesh.v1.GenerateRequest\x1a\x1e.stagemesh.v1.GenerateResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.stagemesh.v1.AbortRequest\x1a\x1b.stagemesh.v1.AbortResponse\x12U\n\x0cGetModelInfo\x12!.stagemesh.v1.GetModelInfoRequest\x1a\".stagemesh.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#stagemesh/shared/pb/generator.proto\x12\x0cstagemesh.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\";\n\x0c\x43hatMessages\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.stagemesh.v1.ChatMessage\"\xd2\x07\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.stagemesh.v1.TokenIdsH\x00\x12*\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x1a.stagemesh.v1.ChatMessagesH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\x03H\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\x03H\x04\x88\x01\x01\x12\x12\n\x05top_p\x18\x08 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x06\x88\x01\x01\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\x03\x12\x17\n\nmin_tokens\x18\x0c \x01(\x03H\x07\x88\x01\x01\x12\x12\n\x05min_p\x18\r \x01(\x01H\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x0e \x03(\t\x12\x14\n\x0cinclude_stop\x18\x0f \x01(\x08\x12\x15\n\x08logprobs\x18\x10 \x01(\x03H\t\x88\x01\x01\x12\r\n\x05whole\x18\x11 \x01(\x08\x12\x15\n\x08priority\x18\x12 \x01(\x03H\n\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x13 \x01(\x01H\x0b\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x14 \x01(\x01H\x0c\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x15 \x01(\x01H\r\x88\x01\x01\x12@\n\nlogit_bias\x18\x16 \x03(\x0b\x32,.stagemesh.v1.GenerateRequest.LogitBiasEntry\x12\x0e\n\x01n\x18\x17 \x01(\x03H\x0e\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x18 \x01(\x03H\x0f\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x19 \x01(\tH\x01\x12\x0f\n\x05regex\x18\x1a \x01(\tH\x01\x12\x0e\n\x04\x65\x62nf\x18\x1b \x01(\tH\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\x0b\n\tstructureB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_min_tokensB\x08\n\x06_min_pB\x0b\n\t_logprobsB\x0b\n\t_priorityB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x04\n\x02_nB\x12\n\x10_prompt_logprobs\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x03\x12\x15\n\rcached_tokens\x18\x03 \x01(\x03\"0\n\x06Timing\x12\x15\n\rfirst_token_s\x18\x01 \x01(\x01\x12\x0f\n\x07total_s\x18\x02 \x01(\x01\"\xbf\x01\n\x08\x46inished\x12\x31\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1a.stagemesh.v1.FinishReason\x12\"\n\x05usage\x18\x02 \x01(\x0b\x32\x13.stagemesh.v1.Usage\x12$\n\x06timing\x18\x03 \x01(\x0b\x32\x14.stagemesh.v1.Timing\x12\x0c\n\x04stop\x18\x04 \x01(\t\x12(\n\x0btotal_usage\x18\x05 \x01(\x0b\x32\x13.stagemesh.v1.Usage\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x03\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"D\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\'\n\x03top\x18\x02 \x03(\x0b\x32\x1a.stagemesh.v1.TokenLogprob\"\xdb\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12\x0c\n\x04text\x18\x03 \x01(\t\x12(\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x16.stagemesh.v1.Finished\x12(\n\x08logprobs\x18\x05 \x03(\x0b\x32\x16.stagemesh.v1.Logprobs\x12\r\n\x05index\x18\x06 \x01(\x03\x12/\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x16.stagemesh.v1.Logprobs\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"!\n\rAbortResponse\x12\x10\n\x08was_live\x18\x01 \x01(\x08\"\x15\n\x13GetModelInfoRequest\"\xc1\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\x03\x12\x13\n\x0bmax_context\x18\x04 \x01(\x03\x12\x15\n\reos_token_ids\x18\x05 \x03(\x03\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x1a\n\x12max_request_tokens\x18\x08 \x01(\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xf1\x01\n\tGenerator\x12K\n\x08Generate\x12\x1d.stagemesh.v1.GenerateRequest\x1a\x1e.stagemesh.v1.GenerateResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.stagemesh.v1.AbortRequest\x1a\x1b.stagemesh.v1.AbortResponse\x12U\n\x0cGetModelInfo\x12!.stagemesh.v1.GetModelInfoRequest\x1a\".stagemesh.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.shared.pb.generator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1600
-  _globals['_FINISHREASON']._serialized_end=1720
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=2125
+  _globals['_FINISHREASON']._serialized_end=2245
   _globals['_TOKENIDS']._serialized_start=53
   _globals['_TOKENIDS']._serialized_end=76
   _globals['_CHATMESSAGE']._serialized_start=78
@@ -40,27 +42,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGES']._serialized_start=124
   _globals['_CHATMESSAGES']._serialized_end=183
   _globals['_GENERATEREQUEST']._serialized_start=186
-  _globals['_GENERATEREQUEST']._serialized_end=745
-  _globals['_USAGE']._serialized_start=747
-  _globals['_USAGE']._serialized_end=827
-  _globals['_TIMING']._serialized_start=829
-  _globals['_TIMING']._serialized_end=877
-  _globals['_FINISHED']._serialized_start=880
-  _globals['_FINISHED']._serialized_end=1029
-  _globals['_TOKENLOGPROB']._serialized_start=1031
-  _globals['_TOKENLOGPROB']._serialized_end=1080
-  _globals['_LOGPROBS']._serialized_start=1082
-  _globals['_LOGPROBS']._serialized_end=1150
-  _globals['_GENERATERESPONSE']._serialized_start=1153
-  _globals['_GENERATERESPONSE']._serialized_end=1308
-  _globals['_ABORTREQUEST']._serialized_start=1310
-  _globals['_ABORTREQUEST']._serialized_end=1344
-  _globals['_ABORTRESPONSE']._serialized_start=1346
-  _globals['_ABORTRESPONSE']._serialized_end=1379
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1381
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1402
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1405
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1598
-  _globals['_GENERATOR']._serialized_start=1723
-  _globals['_GENERATOR']._serialized_end=1964
+  _globals['_GENERATEREQUEST']._serialized_end=1164
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=890
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=938
+  _globals['_USAGE']._serialized_start=1166
+  _globals['_USAGE']._serialized_end=1246
+  _globals['_TIMING']._serialized_start=1248
+  _globals['_TIMING']._serialized_end=1296
+  _globals['_FINISHED']._serialized_start=1299
+  _globals['_FINISHED']._serialized_end=1490
+  _globals['_TOKENLOGPROB']._serialized_start=1492
+  _globals['_TOKENLOGPROB']._serialized_end=1541
+  _globals['_LOGPROBS']._serialized_start=1543
+  _globals['_LOGPROBS']._serialized_end=1611
+  _globals['_GENERATERESPONSE']._serialized_start=1614
+  _globals['_GENERATERESPONSE']._serialized_end=1833
+  _globals['_ABORTREQUEST']._serialized_start=1835
+  _globals['_ABORTREQUEST']._serialized_end=1869
+  _globals['_ABORTRESPONSE']._serialized_start=1871
+  _globals['_ABORTRESPONSE']._serialized_end=1904
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1906
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1927
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1930
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2123
+  _globals['_GENERATOR']._serialized_start=2248
+  _globals['_GENERATOR']._serialized_end=2489
 # @@protoc_insertion_point(module_scope)

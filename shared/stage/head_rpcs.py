@@ -5,15 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from stagemesh.shared.codec.commands import structure_from_pb
+from stagemesh.shared.errors import Retryable
 from stagemesh.shared.pb import instance_pb2
 from stagemesh.shared.stage.head import Head
+from stagemesh.shared.stage.structures import Structures
 
 
 class HeadRpcs:
-    """`head` raises Retryable on a stage that hosts none, or not yet."""
+    """`head` raises Retryable on a stage that hosts none, or not yet; `structures` are there on the last one."""
 
-    def __init__(self, head: Callable[[], Head]) -> None:
-        self._head = head
+    def __init__(self, head: Callable[[], Head], structures: Callable[[], Structures | None]) -> None:
+        self._head, self._structures = head, structures
+
+    async def PrepareStructure(  # noqa: N802
+        self, request: instance_pb2.PrepareStructureRequest, context: Any
+    ) -> instance_pb2.PrepareStructureReply:
+        structures = self._structures()
+        if structures is None:
+            raise Retryable("no last stage is up here")
+        await structures.prepare(structure_from_pb(request.structure))
+        return instance_pb2.PrepareStructureReply()
 
     async def Session(self, messages: Any, context: Any) -> None:  # noqa: N802
         await self._head().serve_session(messages, context)

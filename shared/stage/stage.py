@@ -49,6 +49,7 @@ from stagemesh.shared.stage.parts import StageLimits, StageParts, build_parts
 from stagemesh.shared.stage.profile import StageProfiler
 from stagemesh.shared.stage.report import WriterReports
 from stagemesh.shared.stage.ring import STAGE_LINK, RingIn, RingOut
+from stagemesh.shared.stage.structures import Structures
 from stagemesh.shared.transfer.backends import open_endpoint
 from stagemesh.shared.transfer.base import Endpoint
 
@@ -86,6 +87,7 @@ class StageService:
         self._lead: Lead | None = None
         self._profiler: StageProfiler | None = None
         self._server: Server | None = None
+        self._structures: Structures | None = None
 
     @property
     def address(self) -> str | None:
@@ -117,11 +119,17 @@ class StageService:
         slots = parts.inbox_spec if receiver is None else receiver.spec
         self._connector = Connector(self._instance.name, self._pp_rank, self._instance.pp_size, parts.manifest, slots)
         inspect = InspectService(self, self._tracer, metrics_address=self._monitor.address, profile=self._profile)
-        server = Server({STAGE_LINK: self, INSTANCE: HeadRpcs(self._head), INSPECT: inspect}, self._access.listening)
+        instance = HeadRpcs(self._head, lambda: self._structures)
+        server = Server({STAGE_LINK: self, INSTANCE: instance, INSPECT: inspect}, self._access.listening)
         await server.start(listen_address(self._config, own.address))
         stack.push_async_callback(server.stop)
         self._notifier.status("connecting the stages")
+        if parts.last:
+            self._structures = Structures(parts.runner, self._config.model.spec, self._tasks.spawn, self._log)
+            stack.push_async_callback(self._structures.close)
         children = await self._connect(stack, parts, endpoint, receiver, own)
+        if self._structures is not None:
+            children.append(self._structures.run())
         await server.set_serving(True)
         self._server = server
         self._log.info("stage is up", layers=f"[{parts.layers.lo}, {parts.layers.hi})", pages=parts.manifest.num_pages)
@@ -304,7 +312,7 @@ class StageService:
         return {"steps_done": executor.steps_done, "loop_lag_max_us": lag_us, **executor.gauges, **head}
 
     def measure(self) -> Iterable[Sample]:
-        return () if self._node is None else self._node.measure()
+        return [sample for part in (self._node, self._structures) if part is not None for sample in part.measure()]
 
     def describe(self) -> Iterable[Entry]:
         names = StageNames(self._instance.name, self._pp_rank, self._instance.pp_size)

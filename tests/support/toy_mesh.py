@@ -76,7 +76,7 @@ class ToyHead:
     async def _refuse(self, request: Any, context: Any) -> None:
         raise AssertionError("no broker calls a toy")
 
-    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = _refuse
+    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = PrepareStructure = _refuse
 
     def on_submit(self, submit: instance_pb2.SessionUp.Submit) -> None:
         self.submits.append(submit)
@@ -272,6 +272,7 @@ async def toy_router(
             stack.push_async_callback(server.stop)
         broker = await stack.enter_async_context(Client(f"unix:{folder}/broker", BROKER))
         view = MeshView(broker, "router", lambda info, on_up: HeadSession(info, "router", tasks.spawn, log, on_up), log)
+        stack.push_async_callback(view.close)
         group = await stack.enter_async_context(asyncio.TaskGroup())
         works = (tasks.run(), view.run(), mesh.run(heads), *(decode.run() for decode in mesh.decodes))
         children = [group.create_task(work) for work in works]

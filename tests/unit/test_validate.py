@@ -15,14 +15,14 @@ from stagemesh.shared.errors import Rejected
 from stagemesh.shared.pb.generator_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds
 
 LIMITS = Limits(vocab_size=100, max_request_tokens=32, max_text_bytes=40, eos_token_ids=(7, 8))
-PROMPT_TOKENS = 10
+PROMPT = range(10)
 INF, NAN, HUGE = math.inf, math.nan, 2**62
 
 
 def validate(request: GenerateRequest) -> SamplingParams:
     check_prompt(request, LIMITS)
     priority_of(request)
-    return sampling_params(request, PROMPT_TOKENS, LIMITS, seed=99)
+    return sampling_params(request, PROMPT, LIMITS, seed=99)
 
 
 def request_of(**fields: Any) -> GenerateRequest:
@@ -37,9 +37,9 @@ def test_what_is_absent_has_its_default() -> None:
 
 def test_the_deployment_may_have_a_default_for_the_length() -> None:
     limits = Limits(100, 32, 40, (), default_max_tokens=5)
-    assert sampling_params(request_of(), 10, limits, seed=0).max_tokens == 5
-    assert sampling_params(request_of(), 30, limits, seed=0).max_tokens == 2
-    assert sampling_params(request_of(max_tokens=20), 10, limits, seed=0).max_tokens == 20
+    assert sampling_params(request_of(), range(10), limits, seed=0).max_tokens == 5
+    assert sampling_params(request_of(), range(30), limits, seed=0).max_tokens == 2
+    assert sampling_params(request_of(max_tokens=20), range(10), limits, seed=0).max_tokens == 20
 
 
 WRONG: list[tuple[str, list[Any], str]] = [
@@ -50,6 +50,19 @@ WRONG: list[tuple[str, list[Any], str]] = [
     ("min_p", [-0.1, 1.1, NAN, INF, -INF], r"0\.0\.\.1\.0"),
     ("min_tokens", [-1, 23, HUGE, -HUGE], r"0\.\.22"),
     ("logprobs", [-1, 21, HUGE], r"0\.\.20"),
+    ("prompt_logprobs", [-1, 21, HUGE], r"0\.\.20"),
+    ("presence_penalty", [-2.1, 2.1, NAN, INF], r"-2\.0\.\.2\.0"),
+    ("frequency_penalty", [-2.1, 2.1, NAN, -INF], r"-2\.0\.\.2\.0"),
+    ("repetition_penalty", [0.0, -1.0, 10.1, NAN, INF], r"\(0, 10\.0\]"),
+    ("logit_bias", [{-1: 1.0}, {100: 1.0}], r"0\.\.99"),
+    ("logit_bias", [{1: 100.1}, {1: NAN}, {1: -INF}], r"-100\.0\.\.100\.0"),
+    ("n", [0, -1, 65, HUGE], r"1\.\.64"),
+    ("json_schema", ["", "x" * 65537], r"1\.\.65536 bytes"),
+    ("json_schema", ["{", "nonsense"], "is not JSON"),
+    ("json_schema", ["[1]", "3"], "must be an object or a boolean"),
+    ("json_schema", ["[" * 60000], "nests too deep"),
+    ("regex", [""], r"1\.\.65536 bytes"),
+    ("ebnf", ["", "é" * 40000], r"1\.\.65536 bytes"),
     ("priority", [-101, 101, HUGE, -HUGE], r"-100\.\.100"),
     ("stop_token_ids", [[-1], [100], [5, HUGE]], r"0\.\.99"),
     ("stop_token_ids", [[1] * 65], "at most 64"),
@@ -123,8 +136,8 @@ def test_a_request_without_a_prompt_is_rejected() -> None:
 @pytest.mark.parametrize("prompt_tokens", [32, 33, 10_000])
 def test_a_prompt_that_leaves_no_room_is_named_with_the_limit(prompt_tokens: int) -> None:
     with pytest.raises(Rejected, match=rf"^prompt: must be 1\.\.31 tokens .*, got {prompt_tokens}$"):
-        sampling_params(request_of(), prompt_tokens, LIMITS, seed=0)
-    assert sampling_params(request_of(), 31, LIMITS, seed=0).max_tokens == 1
+        sampling_params(request_of(), range(prompt_tokens), LIMITS, seed=0)
+    assert sampling_params(request_of(), range(31), LIMITS, seed=0).max_tokens == 1
 
 
 def either(inside: st.SearchStrategy[Any], anywhere: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

@@ -11,7 +11,7 @@ from stagemesh.shared.engine.schedule.admission import Growth
 from stagemesh.shared.engine.schedule.decode_book import DecodeBook
 from stagemesh.shared.engine.schedule.decode_state import DecodeActions, DecodeSequence
 from stagemesh.shared.engine.schedule.legs import decode_leg
-from stagemesh.shared.engine.schedule.output import SequenceOutput, end_after
+from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput, end_after
 from stagemesh.shared.engine.schedule.stats import DecodeStats
 from stagemesh.shared.errors import Bug
 from stagemesh.shared.fsm.sequence import SequenceEvent, SequenceState
@@ -74,9 +74,13 @@ class DecodeCore:
         sequence.received += 1
         sequence.latest = token_id
         self.stats.decoded_tokens += 1
-        end = end_after(sequence.sampling, token_id, sequence.received)
-        told = () if logprobs is None else (logprobs,)
-        self.output(SequenceOutput(sequence.request, (token_id,), end, logprobs=told))
+        if logprobs is not None and logprobs.failure:
+            end: SequenceEnd | None = SequenceEnd.REJECTED
+            self.output(SequenceOutput(sequence.request, end=end, error=logprobs.failure))
+        else:
+            end = end_after(sequence.sampling, token_id, sequence.received)
+            told = () if logprobs is None else (logprobs,)
+            self.output(SequenceOutput(sequence.request, (token_id,), end, logprobs=told))
         if end is not None:
             self.end(sequence, SequenceEvent.FINISH)
 

@@ -32,6 +32,7 @@ class SequenceOutput:
     error: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if asked for
     cached_tokens: int = 0  # with the first token
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first token, if asked for
 
 
 def end_after(sampling: SamplingParams, token_id: int, count: int) -> SequenceEnd | None:

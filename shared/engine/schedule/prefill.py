@@ -17,7 +17,17 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from stagemesh.shared.core.commands import HANDLE, NO_LOGPROBS, SAMPLE, Command, Ints, Join, RowLogprobs, SendPlan
+from stagemesh.shared.core.commands import (
+    HANDLE,
+    NO_LOGPROBS,
+    SAMPLE,
+    TELL,
+    Command,
+    Ints,
+    Join,
+    RowLogprobs,
+    SendPlan,
+)
 from stagemesh.shared.core.directory import InstanceLoad, StageInfo
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
@@ -25,10 +35,17 @@ from stagemesh.shared.core.tickets import TicketLeg
 from stagemesh.shared.engine.issuer import Issuer
 from stagemesh.shared.engine.pages import PageAllocator
 from stagemesh.shared.engine.schedule.legs import prefill_legs
-from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput, end_after
+from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.engine.schedule.prefill_pages import PromptPages
 from stagemesh.shared.engine.schedule.prefill_queue import Lineup
-from stagemesh.shared.engine.schedule.prefill_state import FailedTicket, PrefillActions, PrefillSequence, start_order
+from stagemesh.shared.engine.schedule.prefill_state import (
+    MAX_TOLD,
+    FailedTicket,
+    PrefillActions,
+    PrefillSequence,
+    first_output,
+    start_order,
+)
 from stagemesh.shared.engine.schedule.stats import PrefillStats
 from stagemesh.shared.errors import Bug
 from stagemesh.shared.fsm.sequence import SequenceEvent, SequenceState
@@ -154,12 +171,10 @@ class PrefillScheduler:
         for at, (row, token_id) in enumerate(zip(step.rows.tolist(), token_ids.tolist(), strict=True)):
             sequence = self._by_handle[row[HANDLE]]
             sequence.in_flight -= 1
+            if at in logprobs and sequence.tells_prompt:
+                sequence.prompt_told += logprobs[at].prompt
             if not sequence.over and token_id >= 0:
-                end = end_after(sequence.sampling, token_id, 1)
-                told = (logprobs[at],) if at in logprobs else ()
-                self._actions.outputs.append(
-                    SequenceOutput(sequence.request, (token_id,), end, logprobs=told, cached_tokens=sequence.cached)
-                )
+                self._actions.outputs.append(first_output(sequence, token_id, logprobs.get(at)))
                 self.stats.prefill.record(time.monotonic() - sequence.since_s)
                 sequence.move(SequenceEvent.FINISH)
             self._forget_if_done(sequence)
@@ -198,16 +213,23 @@ class PrefillScheduler:
     def _next_chunk(self) -> Command | None:
         """Prompts under way first, then new ones, as many tokens as a chunk holds."""
         budget, rows, tokens = self._chunk_size, list[tuple[int, ...]](), list[Ints]()
+        telling = MAX_TOLD  # tokens whose logits are all computed
         for sequence in self._candidates():
             if not budget:
                 break
             if not sequence.pages and not self._start(sequence):
                 break  # no pages: nobody behind it starts before it does
             start, count = sequence.issued, min(budget, sequence.remaining)
+            if sequence.tells_prompt:
+                if not telling:
+                    break
+                count = min(count, telling)
+                telling -= count
             sequence.issued += count
             sequence.in_flight += 1
             self._pages.grow(sequence)
-            rows.append((sequence.handle, start, count, 0, 0, 0 if sequence.remaining else SAMPLE))
+            flags = (0 if sequence.remaining else SAMPLE) | (TELL if sequence.tells_prompt else 0)
+            rows.append((sequence.handle, start, count, 0, 0, flags))
             tokens.append(sequence.tokens[start : start + count])
             budget -= count
         if not rows:

@@ -57,7 +57,9 @@ class PromptPages:
         self.tree.release(sequence.path)
 
     def _keys(self, sequence: PrefillSequence) -> list[bytes]:
-        return page_keys(sequence.tokens, self._page_size) if self._prefix_cache else []
+        if not self._prefix_cache or sequence.tells_prompt:
+            return []
+        return page_keys(sequence.tokens, self._page_size)
 
     def _match(self, sequence: PrefillSequence, keys: list[bytes]) -> list[PrefixNode]:
         """A prompt's last token is computed in any case, for the sake of its logits."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
-from stagemesh.shared.core.commands import Command, Ints, SendPlan
+from stagemesh.shared.core.commands import Command, Ints, SendPlan, TokenLogprobs
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.prefix import PrefixNode
-from stagemesh.shared.engine.schedule.output import SequenceOutput
+from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput, end_after
 from stagemesh.shared.fsm.sequence import SEQUENCE, SequenceEvent, SequenceState
 
+MAX_TOLD: Final = 256
+"""Tokens of a chunk that all tell their log probabilities: each needs logits, a row as long as the vocabulary."""
 StartOrder = tuple[bool, float, int]
 
 
@@ -49,6 +52,7 @@ class PrefillSequence:
     keys: list[bytes] = field(default_factory=list)  # of its full pages; from its start on, as are pages and path
     pages: list[int] = field(default_factory=list)
     path: list[PrefixNode] = field(default_factory=list)
+    prompt_told: list[TokenLogprobs] = field(default_factory=list)
     issued: int = 0
     in_flight: int = 0
     unsettled: set[int] = field(default_factory=set)  # pp_ranks that may have something of the ticket in flight
@@ -56,6 +60,11 @@ class PrefillSequence:
     @property
     def over(self) -> bool:
         return self.state in SEQUENCE.terminal
+
+    @property
+    def tells_prompt(self) -> bool:
+        """The log probabilities of its own tokens are asked for: it is computed whole."""
+        return self.sampling.prompt_logprobs is not None
 
     @property
     def startable(self) -> bool:
@@ -100,3 +109,19 @@ class PrefillActions:
     reserve: list[str] = field(default_factory=list)  # tickets to ask pages for
     fill: list[str] = field(default_factory=list)  # tickets whose first write is near
     fail: list[FailedTicket] = field(default_factory=list)
+
+
+def first_output(sequence: PrefillSequence, token_id: int, said: TokenLogprobs | None) -> SequenceOutput:
+    """Its first token, and all that comes with it; or why there is none."""
+    if said is not None and said.failure:
+        return SequenceOutput(sequence.request, end=SequenceEnd.REJECTED, error=said.failure)
+    is_of_prompt = sequence.tells_prompt and sequence.sampling.logprobs is None
+    told = () if said is None or is_of_prompt else (replace(said, prompt=()),)
+    return SequenceOutput(
+        sequence.request,
+        (token_id,),
+        end_after(sequence.sampling, token_id, 1),
+        logprobs=told,
+        cached_tokens=sequence.cached,
+        prompt_logprobs=tuple(sequence.prompt_told),
+    )

@@ -51,7 +51,7 @@ def take(tokenizer: Tokenizer, request: generator_pb2.GenerateRequest) -> Sampli
             token_ids = tokenizer.apply_chat(messages)
         case _:
             token_ids = list(request.token_ids.ids)
-    sampling = sampling_params(request, len(token_ids), LIMITS, seed=1)
+    sampling = sampling_params(request, token_ids, LIMITS, seed=1)
     priority_of(request)
     StopMatcher(request.stop, include=request.include_stop)
     stream = tokenizer.stream()

@@ -1,0 +1,135 @@
+"""Structures are compiled by a process that is bounded, killed, started again, and gone in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from stagemesh.shared.core.sampling import Structure
+from stagemesh.shared.engine.runner import StageRunner
+from stagemesh.shared.errors import Exhausted, Rejected, Retryable
+from stagemesh.shared.obs.log import Log
+from stagemesh.shared.runtime.tasks import Tasks
+from stagemesh.shared.stage import structures
+from stagemesh.shared.stage.structures import Structures
+from tests.support.mesh import wait_gone
+from tests.support.tiny_models import make_tiny
+
+LIMIT_S = 120.0
+GOOD, OTHER = Structure("regex", "[a-z]{1,9}"), Structure("ebnf", 'root ::= "yes" | "no"')
+LONG = Structure("regex", "([a-z]{1,900}[0-9]{1,900}x){1,900}|" * 9 + "y")
+DEEP = Structure("ebnf", "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000)
+Work = Callable[[Structures, StageRunner], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "model", num_layers=1)
+
+
+def run(model: Path, work: Work) -> None:
+    """`work` on the structures of a last stage; their process is gone at the end."""
+
+    async def go() -> None:
+        runner, tasks = cast("StageRunner", SimpleNamespace(grammars=None)), Tasks()
+        made = Structures(runner, str(model), tasks.spawn, Log(logging.getLogger(__name__)))
+        async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+            children = [group.create_task(child) for child in (tasks.run(), made.run())]
+            await work(made, runner)
+            pid = made.worker_pid
+            await made.close()
+            assert len(tasks) == 0
+            for child in children:
+                child.cancel()
+        if pid is not None:
+            wait_gone([pid])
+
+    asyncio.run(go())
+
+
+def test_what_has_been_prepared_can_be_joined_with_and_is_compiled_once(model: Path) -> None:
+    async def work(made: Structures, runner: StageRunner) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(5):
+                group.create_task(made.prepare(GOOD))
+            group.create_task(made.prepare(OTHER))
+        await made.prepare(GOOD)
+        assert made.compiled == 2
+        assert runner.grammars is not None
+        assert GOOD in runner.grammars
+        assert runner.grammars.matcher(OTHER).mask().any()
+        with pytest.raises(Rejected, match="regex: Regex parsing error"):
+            await made.prepare(Structure("regex", "([a-z"))
+        assert made.refused == 1
+
+    run(model, work)
+
+
+def test_what_takes_too_much_is_refused_and_holds_nobody_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structures, "COMPILE_S", 0.5)
+    monkeypatch.setattr(structures, "COMPILE_BYTES", 256 << 20)
+
+    async def refused(made: Structures, structure: Structure, problem: str) -> None:
+        with pytest.raises(Rejected, match=problem) as caught:
+            await made.prepare(structure)
+        assert caught.value.field == structure.kind
+
+    async def work(made: Structures, runner: StageRunner) -> None:
+        await made.prepare(GOOD)
+        pid = made.worker_pid
+        async with asyncio.TaskGroup() as group:
+            group.create_task(refused(made, LONG, "takes longer to compile than 0.5 s|takes more to compile"))
+            group.create_task(refused(made, DEEP, "[Nn]est"))
+            group.create_task(made.prepare(OTHER))
+        assert made.worker_pid == pid, "it outlives what it compiles"
+
+    run(model, work)
+
+
+def test_a_worker_that_is_killed_is_started_again(model: Path) -> None:
+    async def work(made: Structures, runner: StageRunner) -> None:
+        await made.prepare(GOOD)
+        first = made.worker_pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
+        waiting = asyncio.create_task(made.prepare(OTHER))
+        await asyncio.sleep(0)
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(Retryable, match="has ended"):
+            await waiting
+        await made.prepare(OTHER)
+        assert made.worker_pid != first
+
+    run(model, work)
+
+
+def test_no_more_wait_than_may(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structures, "MAX_WAITING", 3)
+
+    async def work(made: Structures, runner: StageRunner) -> None:
+        wanted = [made.prepare(Structure("regex", "a" * count)) for count in range(1, 6)]
+        results: list[Any] = []
+        async with asyncio.TaskGroup() as group:
+            for each in wanted:
+                group.create_task(_note(each, results))
+        assert sum(isinstance(result, Exhausted) for result in results) == 2
+        assert results.count(None) == 3
+
+    run(model, work)
+
+
+async def _note(work: Awaitable[None], results: list[Any]) -> None:
+    try:
+        await work
+    except Exhausted as error:
+        results.append(error)
+    else:
+        results.append(None)
