@@ -120,6 +120,20 @@ def test_a_router_that_is_not_there_is_said_at_once() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--logit-bias", "seven"], "--logit-bias: expected TOKEN_ID=BIAS, got 'seven'"),
+        (["--regex", "a", "--json-schema", "{}"], "only one of json-schema, regex and ebnf can be given"),
+        (["--ebnf", "@/nonexistent"], "--ebnf: /nonexistent: cannot be read"),
+    ],
+)
+def test_wrong_options_of_an_answer_are_named(options: list[str], message: str) -> None:
+    finished = stagemesh("generate", "--router", "127.0.0.1:1", *options, "hello")
+    assert finished.returncode == 2
+    assert message in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         (["--model", "/nonexistent"], "/nonexistent"),
         (["--device", "cuda"], "model.device: 'cuda' needs a CUDA build of PyTorch"),
         (["--prefill-layers", "4,5"], "instance prefill-0, layers: needs 2 sizes"),
