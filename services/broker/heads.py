@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from stagemesh.services.broker.tickets import Close, Commit, Ticket
+from stagemesh.services.broker.tickets import Close, Commit, Ticket, Verify
 from stagemesh.shared.codec.arrays import to_tuple
 from stagemesh.shared.codec.mesh import request_to_pb
 from stagemesh.shared.core.directory import InstanceInfo
 from stagemesh.shared.core.identity import InstanceRef
 from stagemesh.shared.errors import PeerLost
-from stagemesh.shared.pb import instance_pb2
+from stagemesh.shared.pb import instance_pb2, mesh_pb2
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.rpc.dial import PLAIN, Dial
 
 INSTANCE = instance_pb2.DESCRIPTOR.services_by_name["Instance"]
 CALL_TIMEOUT_S = 2.0
+VERIFY_TIMEOUT_S = 30.0  # a gigabyte takes a second
 MARGIN_S = 0.25  # the asker's deadline is later than the head's by this
 
 
@@ -66,6 +67,27 @@ class Heads:
         )
         reply = await self._client(action.instance).call("CloseTicket", request, timeout_s=CALL_TIMEOUT_S)
         return bool(reply.quiescent)
+
+    async def verify(self, action: Verify) -> str:
+        """What is wrong with the KV that has arrived, in words; empty if it is what was sent."""
+        ticket = action.ticket
+        checks = [
+            mesh_pb2.KvCheck(
+                target_rank=check.span.target,
+                layers=mesh_pb2.LayerRange(lo=check.layers.lo, hi=check.layers.hi),
+                first_page=check.span.first,
+                crcs=check.span.crcs,
+            )
+            for check in ticket.checks
+        ]
+        request = instance_pb2.VerifyPagesRequest(ticket_id=ticket.ticket_id, epoch=ticket.decode.epoch, checks=checks)
+        reply = await self._client(ticket.decode).call("VerifyPages", request, timeout_s=VERIFY_TIMEOUT_S)
+        return str(reply.error)
+
+    async def read_out(self, ref: InstanceRef) -> None:
+        """Every stage of `ref` has read what processes had sent that have ended."""
+        request = instance_pb2.ReadOutRequest(epoch=ref.epoch)
+        await self._client(ref).call("ReadOut", request, timeout_s=CALL_TIMEOUT_S)
 
     def _client(self, ref: InstanceRef) -> Client:
         client = self._clients.get(ref)

@@ -14,10 +14,12 @@ from typing import Any
 
 from stagemesh.services.broker.describe import ReportTimes, describe_instance
 from stagemesh.services.broker.directory import Directory, flaw
+from stagemesh.services.broker.fences import Fences
 from stagemesh.services.broker.gathering import check_leg
 from stagemesh.services.broker.heads import Heads
+from stagemesh.services.broker.progress import ProgressWatch
 from stagemesh.services.broker.watchers import Updates, Watchers
-from stagemesh.shared.codec.mesh import instance_from_pb
+from stagemesh.shared.codec.mesh import instance_from_pb, progress_from_pb
 from stagemesh.shared.codec.tickets import leg_from_pb
 from stagemesh.shared.core.directory import InstanceInfo, Role
 from stagemesh.shared.core.identity import InstanceRef
@@ -33,25 +35,30 @@ LOST_AFTER_S = 2.0
 PARTS = 8
 ROUTER_GONE_AFTER_S = 5.0
 LEFT = "it has left"
+REAPED = "its processes have ended"
+STUCK = "it makes no progress"
 
 
 class Members:
     """Owns the directory and the connections to the heads in it. `broker` says which start of the broker this is.
     `on_joined` hears of heads that join, with the tickets that they know, `on_lost` of instances that have gone, in
-    whatever way, `on_router_gone` of routers."""
+    whatever way, `on_router_gone` of routers. An epoch
+    that is lost never comes back: its instance starts again."""
 
     def __init__(
         self,
         broker: str,
         tasks: Tasks,
         log: Log,
+        fences: Fences,
         *,
         on_joined: Callable[[InstanceInfo, list[TicketLeg]], None],
         on_lost: Callable[[InstanceRef], None],
         on_router_gone: Callable[[str], None],
         dial: Dial = PLAIN,
     ) -> None:
-        self._tasks, self._log = tasks, log
+        self._tasks, self._log, self._fences = tasks, log, fences
+        self._progress, self.lost_by_reason = ProgressWatch(), Counter[str]()
         self._on_joined, self._on_lost, self._on_router_gone = on_joined, on_lost, on_router_gone
         self._directory, self.heads = Directory(), Heads(dial)
         self._watchers = Watchers(self._directory, broker)
@@ -92,6 +99,10 @@ class Members:
                     silence.broken()
                     leaving = report.leaving
                     self._report(instance_from_pb(report.info))
+                    if still := self._progress.stuck(ref, map(progress_from_pb, report.progress), time.monotonic()):
+                        why = STUCK
+                        self._log.warning("an instance stands still", instance_name=ref.name, reason=still)
+                        raise ProtocolViolation(f"{ref} is lost: {still}")
                 why = "its stream has ended"
                 for other in others:
                     other.cancel()
@@ -128,6 +139,8 @@ class Members:
     def _report(self, info: InstanceInfo) -> None:
         if (problem := flaw(info)) is not None:
             raise ProtocolViolation(f"a report of {info.ref.name!r}: {problem}")
+        if self._fences.is_lost(info.ref):
+            raise ProtocolViolation(f"{info.ref} is lost: it must start again, under a new epoch")
         known = self._directory.get(info.ref)
         change = self._directory.report(info)
         if change is None:
@@ -141,17 +154,26 @@ class Members:
         for replaced in change.removed:
             self._lose(replaced)
 
+    def lose_until(self, ref: InstanceRef, *, why: str) -> None:
+        """That epoch and all before it are lost."""
+        for info in list(self._directory):
+            if info.ref.name == ref.name and info.ref.epoch <= ref.epoch:
+                self._tasks.spawn(self._gone(info.ref, why=why))
+
     async def _gone(self, ref: InstanceRef, *, why: str) -> None:
         if ref in self._streams or (change := self._directory.remove(ref)) is None:
             return
         said = self._log.info if why == LEFT else self._log.warning
         said("an instance is gone", instance_name=ref.name, instance_epoch=ref.epoch, reason=why)
+        self.lost_by_reason[why] += 1
         self._watchers.tell(change)
         self._lose(ref)
         await self.heads.remove(ref)
 
     def _lose(self, ref: InstanceRef) -> None:
         self._reports.pop(ref, None)
+        self._progress.forget(ref)
+        self._fences.lose(ref)
         self._on_lost(ref)
 
     # -- views --

@@ -12,9 +12,11 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from stagemesh.services.broker.describe import describe_ticket
-from stagemesh.services.broker.members import Members
+from stagemesh.services.broker.fences import Fences
+from stagemesh.services.broker.members import REAPED, Members
+from stagemesh.services.broker.proofs import Proofs
 from stagemesh.services.broker.recovery import Recovery
-from stagemesh.services.broker.tickets import Action, Close, Commit, TicketBook, WriterOutcome, spans_of
+from stagemesh.services.broker.tickets import Action, Close, Commit, PieceSpan, TicketBook, Verify, WriterOutcome
 from stagemesh.shared.codec.arrays import to_bytes
 from stagemesh.shared.codec.mesh import ref_from_pb, stage_to_pb
 from stagemesh.shared.config import Config
@@ -52,12 +54,14 @@ class BrokerService:
         self._tracer, self._lag, self._tasks = Tracer("broker"), LagSampler(), Tasks()
         self._monitor = Monitor(config.metrics, Identity("broker"), self, self._lag)
         self._access = mesh_access(config.tls, log)
+        self._fences = Fences()
         self._name = secrets.token_hex(4)  # of this start
         self._tickets = TicketBook(self._name)
         self._members = Members(
             self._name,
             self._tasks,
             log,
+            self._fences,
             on_joined=self._joined,
             on_lost=self._lost,
             on_router_gone=self._router_gone,
@@ -69,10 +73,18 @@ class BrokerService:
             bound_s=config.broker.rejoin_s,
             find=self._members.get,
             carry_out=self._carry_out,
-            on_over=self._members.gathered,
+            on_over=self._gathered,
             log=log,
         )
         self._committing: dict[str, asyncio.Event] = {}
+        self._proofs = Proofs(
+            self._tickets,
+            self._fences,
+            read_out=lambda ref: self._members.heads.read_out(ref),
+            carry_out=self._carry_out,
+            spawn=self._tasks.spawn,
+            log=log,
+        )
         self._reserving: dict[str, float] = {}  # ticket -> since when its pages are being asked for
         self._reserve_wait = waits()
         self._address: str | None = None
@@ -114,10 +126,27 @@ class BrokerService:
 
     def _joined(self, info: InstanceInfo, legs: list[TicketLeg]) -> None:
         self._recovery.joined(info, legs)
+        self._proofs.look()
+
+    def _gathered(self) -> None:
+        self._members.gathered()
+        self._proofs.look()
 
     def _lost(self, ref: InstanceRef) -> None:
         self._carry_out(self._tickets.lose(ref))
         self._recovery.lost(ref)
+        self._proofs.look()
+
+    async def ReportReaped(  # noqa: N802
+        self, request: broker_pb2.ReapedReport, context: Any
+    ) -> broker_pb2.ReapedReply:
+        ref = ref_from_pb(request.instance)
+        pp_rank = request.pp_rank if request.HasField("pp_rank") else None
+        self._log.info("processes are reaped", instance_name=ref.name, instance_epoch=ref.epoch, pp_rank=pp_rank)
+        self._fences.reaped(ref, pp_rank)
+        self._members.lose_until(ref, why=REAPED)
+        self._proofs.look()
+        return broker_pb2.ReapedReply()
 
     def _router_gone(self, router: str) -> None:
         self._carry_out(self._tickets.abandon(router))
@@ -188,8 +217,8 @@ class BrokerService:
             return broker_pb2.WriterReportReply(broker=self._name)
         if ref_from_pb(request.instance) != ticket.prefill:
             raise ProtocolViolation(f"ticket {ticket.ticket_id} is not written by {ref_from_pb(request.instance)}")
-        spans = spans_of((p.target_rank, p.first_page, p.last_page) for p in request.pieces)
-        outcome = WriterOutcome(spans, request.error, request.in_doubt)
+        spans = [PieceSpan(p.target_rank, p.first_page, p.last_page, tuple(p.crcs)) for p in request.pieces]
+        outcome = WriterOutcome(tuple(spans), request.error, request.in_doubt)
         self._carry_out(self._tickets.report(ticket, request.pp_rank, outcome))
         if (committed := self._committing.get(ticket.ticket_id)) is not None:
             await committed.wait()  # until then the writer's head remembers the ticket: another broker may have to ask
@@ -209,11 +238,28 @@ class BrokerService:
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Commit):
-                self._committing[action.ticket.ticket_id] = asyncio.Event()
-                self._tasks.spawn(self._commit(action))
-            else:
-                self._tasks.spawn(self._close(action))
+            match action:
+                case Commit():
+                    self._committing.setdefault(action.ticket.ticket_id, asyncio.Event())
+                    self._tasks.spawn(self._commit(action))
+                case Verify():
+                    self._committing[action.ticket.ticket_id] = asyncio.Event()
+                    self._tasks.spawn(self._verify(action))
+                case Close():
+                    self._tasks.spawn(self._close(action))
+
+    async def _verify(self, action: Verify) -> None:
+        error = "its decode instance is lost"
+        try:
+            error = await retry(lambda: self._members.heads.verify(action))
+        except PeerLost:
+            pass  # its tickets have failed with it
+        except StagemeshError as failure:
+            error = f"its KV cannot be verified: {failure}"
+        actions = self._tickets.verified(action.ticket, error)
+        if not any(isinstance(follows, Commit) for follows in actions):
+            self._committing.pop(action.ticket.ticket_id).set()
+        self._carry_out(actions)
 
     async def _commit(self, action: Commit) -> None:
         ticket = action.ticket
@@ -258,6 +304,8 @@ class BrokerService:
         yield from by_label(metrics.TICKETS, self._tickets.by_state())
         yield from by_label(metrics.TICKETS_CLOSED, self._tickets.closed_by_outcome)
         yield from by_label(metrics.INSTANCES, self._members.by_role)
+        yield from by_label(metrics.INSTANCES_LOST, self._members.lost_by_reason)
+        yield Sample(metrics.TICKETS_PROVEN, self._proofs.num_proven)
         yield Sample(metrics.WATCHERS, self._members.num_watchers)
         yield Sample(metrics.RESERVE_WAIT, self._reserve_wait.snapshot())
 

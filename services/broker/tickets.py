@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from stagemesh.shared.core.directory import InstanceInfo
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
-from stagemesh.shared.core.layers import Leg, plan_legs
+from stagemesh.shared.core.layers import LayerRange, Leg, plan_legs
 from stagemesh.shared.engine.pages import pages_for
 from stagemesh.shared.errors import Cancelled, ProtocolViolation
 from stagemesh.shared.fsm.ticket import TICKET, TicketEvent, TicketState
@@ -21,11 +21,12 @@ from stagemesh.shared.fsm.ticket import TICKET, TicketEvent, TicketState
 
 @dataclass(frozen=True, slots=True)
 class PieceSpan:
-    """Pages [first, last) of the prompt, at decode stage `target`."""
+    """Pages [first, last) of the prompt, at decode stage `target`; `crcs` of each, if the writer sums what it sends."""
 
     target: int
     first: int
     last: int
+    crcs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,21 @@ class WriterOutcome:
     spans: tuple[PieceSpan, ...]
     error: str = ""
     in_doubt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What the pages of `span` are to be like, in `layers`, at its target."""
+
+    span: PieceSpan
+    layers: LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Ask the decode head whether what has arrived is what was sent; `verified` takes its answer."""
+
+    ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +69,7 @@ class Close:
     quiesced: bool
 
 
-Action = Commit | Close
+Action = Commit | Close | Verify
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +91,7 @@ class Ticket:
     reason: str = ""
     lost: bool = True  # once it has failed: not by a fault that the request would meet again
     outcomes: dict[int, WriterOutcome] = field(default_factory=dict)
+    verifying: bool = False
 
     def move(self, event: TicketEvent) -> None:
         self.state = TICKET.advance(f"ticket {self.ticket_id}", self.state, event)
@@ -101,6 +118,16 @@ class Ticket:
             if written != self.num_pages:
                 return f"stage {leg.writer} has not written all pages to stage {leg.target}"
         return ""
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """What the writers say that they have sent."""
+        return tuple(
+            Check(span, leg.layers)
+            for leg in self.legs
+            for span in self.outcomes[leg.writer].spans
+            if span.target == leg.target and span.crcs
+        )
 
 
 class TicketBook:
@@ -214,9 +241,25 @@ class TicketBook:
             if missing := ticket.missing():
                 ticket.lost = False
                 return self.fail(ticket, missing)
+            return self._complete(ticket)
+        return actions + self._close_if_settled(ticket)
+
+    def _complete(self, ticket: Ticket) -> list[Action]:
+        """Every piece is there, for all that the writers know."""
+        if not ticket.checks:
             ticket.move(TicketEvent.COMMIT)
             return [Commit(ticket)]
-        return actions + self._close_if_settled(ticket)
+        again, ticket.verifying = ticket.verifying, True
+        return [] if again else [Verify(ticket)]
+
+    def verified(self, ticket: Ticket, error: str) -> list[Action]:
+        """The decode head has looked at all pieces. `error`: what is wrong with them; the request may run again."""
+        if self._tickets.get(ticket.ticket_id) is not ticket or ticket.state is not TicketState.FILLING:
+            return []  # it has failed meanwhile
+        if error:
+            return self.fail(ticket, error)
+        ticket.move(TicketEvent.COMMIT)
+        return [Commit(ticket)]
 
     def fail(self, ticket: Ticket, reason: str, *, quiescent: bool = False) -> list[Action]:
         """Nobody will use it. `quiescent`: the writers have nothing in flight and never will."""
@@ -241,6 +284,17 @@ class TicketBook:
         ticket.move(TicketEvent.RELEASE)
         self.closed_by_outcome["committed"] += 1
         self._remove(ticket)
+
+    def unproven(self) -> list[Ticket]:
+        """Those whose pages wait for the proof that nothing writes to them any more."""
+        return [ticket for ticket in self._tickets.values() if ticket.state is TicketState.QUIESCING]
+
+    def prove(self, ticket: Ticket) -> list[Action]:
+        """The writers' processes have been reaped, and what they had sent has been read: nothing is in flight."""
+        if self._tickets.get(ticket.ticket_id) is not ticket or ticket.state is not TicketState.QUIESCING:
+            return []  # proven otherwise, or the decode instance was lost meanwhile
+        ticket.outcomes = {rank: WriterOutcome((), ticket.reason) for rank in range(ticket.num_writers)}
+        return self._close_if_settled(ticket)
 
     def lose(self, ref: InstanceRef) -> list[Action]:
         """An instance is gone: its tickets fail. What the other side holds for them waits for proof."""

@@ -130,6 +130,23 @@ class DecodeHead(Head):
                 self._scheduler.cancel_reserve(ticket_id)
                 self.wake()
 
+    async def VerifyPages(  # noqa: N802
+        self, request: instance_pb2.VerifyPagesRequest, context: Any
+    ) -> instance_pb2.VerifyPagesReply:
+        """Asked again, it looks again."""
+        self._check_epoch(request.epoch)
+        pages = self._scheduler.reserved_pages(request.ticket_id)
+        if not pages:
+            return instance_pb2.VerifyPagesReply(error=f"ticket {request.ticket_id} has no pages here")
+        checks = list(request.checks)
+        for check in checks:
+            check.pages = to_bytes(pages[check.first_page : check.first_page + len(check.crcs)])
+        put = lambda number: self._context.ask_verify(stage_pb2.Verify(number=number, checks=checks))  # noqa: E731
+        error = await self._questions.ask(len(self._context.info.stages), put)
+        if error:
+            self._context.log.error("KV is corrupt", ticket_id=request.ticket_id, reason=error)
+        return instance_pb2.VerifyPagesReply(error=error)
+
     async def CommitTicket(  # noqa: N802
         self, request: instance_pb2.CommitTicketRequest, context: Any
     ) -> instance_pb2.CommitTicketReply:

@@ -6,7 +6,21 @@ import sys
 
 import typer
 
-from stagemesh.shared.cli import access, bench, config, doctor, dump, generate, inspect, keys, profile, serve, steer, up
+from stagemesh.shared.cli import (
+    access,
+    bench,
+    config,
+    doctor,
+    dump,
+    generate,
+    inspect,
+    keys,
+    profile,
+    reaped,
+    serve,
+    steer,
+    up,
+)
 from stagemesh.shared.errors import StagemeshError
 
 
@@ -20,7 +34,7 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
-    for module in (access, up, generate, bench, inspect, dump, profile, steer, keys, config, doctor, serve):
+    for module in (access, up, generate, bench, inspect, dump, profile, steer, keys, config, doctor, serve, reaped):
         module.register(app)
     return app
 

@@ -125,6 +125,7 @@ class TransferSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     max_batch_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 16 * MIB
     max_batch_pieces: Annotated[int, Meta(ge=1, le=1 << 16)] = 256
     io_threads: Annotated[int, Meta(ge=1, le=64)] = 2
+    kv_checksum: bool = False  # every piece is summed by its writer, and verified where it arrives, before it is used
 
 
 class MetricsSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -110,6 +110,10 @@ RECOMPUTED_TOKENS = Metric(_C, "recomputed_tokens", "Tokens whose KV was there b
 TICKETS = Metric(_G, "tickets", "KV transfers that are not closed, by state.", _M, ("state",))
 TICKETS_CLOSED = Metric(_C, "tickets_closed", "KV transfers that are over, by how.", _M, ("outcome",))
 INSTANCES = Metric(_G, "instances", "Instances in the directory.", _M, ("role",))
+INSTANCES_LOST = Metric(_C, "instances_lost", "Instances that have gone, by how the broker knew.", _M, ("reason",))
+TICKETS_PROVEN = Metric(
+    _C, "tickets_proven", "Failed KV transfers proven over by the reaped exit of their writers, and a read-out.", _M
+)
 WATCHERS = Metric(_G, "watchers", "Streams that follow the directory: routers and heads.", _M)
 
 # -- heads --
@@ -206,6 +210,8 @@ KV_PIECES = Metric(_C, "kv_pieces", "Pieces of KV in writes that are done.", _P)
 KV_SECONDS = Metric(_C, "kv_seconds", "Time that KV writes took, added up over writes that run at once.", _P)
 KV_WRITES = Metric(_C, "kv_writes", "KV writes that are over, by how.", _P, ("state",))
 KV_IN_DOUBT = Metric(_C, "kv_in_doubt", "KV writes that failed without proof that no byte arrives any more.", _P)
+KV_CHECKED = Metric(_C, "kv_checked_pieces", "Pieces of KV whose checksum a decode stage has verified.", _P)
+KV_CORRUPT = Metric(_C, "kv_corrupt_pieces", "Of those, pieces that were not what was sent.", _P)
 
 # -- every process --
 LOOP_LAG = Metric(_H, "loop_lag_seconds", "How much later than asked the event loop ran a callback, sampled.", _P)

@@ -150,14 +150,16 @@ class UnreserveReply(_message.Message):
     def __init__(self, accepted: _Optional[bool] = ...) -> None: ...
 
 class PieceRange(_message.Message):
-    __slots__ = ("target_rank", "first_page", "last_page")
+    __slots__ = ("target_rank", "first_page", "last_page", "crcs")
     TARGET_RANK_FIELD_NUMBER: _ClassVar[int]
     FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
     LAST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    CRCS_FIELD_NUMBER: _ClassVar[int]
     target_rank: int
     first_page: int
     last_page: int
-    def __init__(self, target_rank: _Optional[int] = ..., first_page: _Optional[int] = ..., last_page: _Optional[int] = ...) -> None: ...
+    crcs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, target_rank: _Optional[int] = ..., first_page: _Optional[int] = ..., last_page: _Optional[int] = ..., crcs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WriterReport(_message.Message):
     __slots__ = ("ticket_id", "instance", "pp_rank", "pieces", "kv_bytes", "error", "in_doubt")
@@ -194,5 +196,17 @@ class FailTicketRequest(_message.Message):
     def __init__(self, ticket_id: _Optional[str] = ..., reason: _Optional[str] = ..., quiescent: _Optional[bool] = ...) -> None: ...
 
 class FailTicketReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReapedReport(_message.Message):
+    __slots__ = ("instance", "pp_rank")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    PP_RANK_FIELD_NUMBER: _ClassVar[int]
+    instance: InstanceRef
+    pp_rank: int
+    def __init__(self, instance: _Optional[_Union[InstanceRef, _Mapping]] = ..., pp_rank: _Optional[int] = ...) -> None: ...
+
+class ReapedReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

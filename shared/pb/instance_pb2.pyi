@@ -1,3 +1,4 @@
+from stagemesh.shared.pb import mesh_pb2 as _mesh_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -23,6 +24,32 @@ SEQUENCE_END_FAILED: SequenceEnd
 SEQUENCE_END_REJECTED: SequenceEnd
 SEQUENCE_END_RECOMPUTE: SequenceEnd
 SEQUENCE_END_LOST: SequenceEnd
+
+class VerifyPagesRequest(_message.Message):
+    __slots__ = ("ticket_id", "epoch", "checks")
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CHECKS_FIELD_NUMBER: _ClassVar[int]
+    ticket_id: str
+    epoch: int
+    checks: _containers.RepeatedCompositeFieldContainer[_mesh_pb2.KvCheck]
+    def __init__(self, ticket_id: _Optional[str] = ..., epoch: _Optional[int] = ..., checks: _Optional[_Iterable[_Union[_mesh_pb2.KvCheck, _Mapping]]] = ...) -> None: ...
+
+class VerifyPagesReply(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    def __init__(self, error: _Optional[str] = ...) -> None: ...
+
+class ReadOutRequest(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class ReadOutReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class AdjustRequest(_message.Message):
     __slots__ = ("setting", "value")

@@ -113,3 +113,17 @@ class StageProgress(_message.Message):
     has_work: bool
     step_s: float
     def __init__(self, pp_rank: _Optional[int] = ..., steps_done: _Optional[int] = ..., has_work: _Optional[bool] = ..., step_s: _Optional[float] = ...) -> None: ...
+
+class KvCheck(_message.Message):
+    __slots__ = ("target_rank", "layers", "first_page", "crcs", "pages")
+    TARGET_RANK_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    CRCS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    target_rank: int
+    layers: LayerRange
+    first_page: int
+    crcs: _containers.RepeatedScalarFieldContainer[int]
+    pages: bytes
+    def __init__(self, target_rank: _Optional[int] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., first_page: _Optional[int] = ..., crcs: _Optional[_Iterable[int]] = ..., pages: _Optional[bytes] = ...) -> None: ...

@@ -36,7 +36,7 @@ class ConnectReply(_message.Message):
     def __init__(self, ring: _Optional[_Union[_mesh_pb2.RegionKey, _Mapping]] = ..., num_slots: _Optional[int] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
 
 class RingMessage(_message.Message):
-    __slots__ = ("command", "data_ready", "applied", "result", "settled", "leaving", "copied", "pulse")
+    __slots__ = ("command", "data_ready", "applied", "result", "settled", "leaving", "copied", "pulse", "read_out", "answer", "verify")
     COMMAND_FIELD_NUMBER: _ClassVar[int]
     DATA_READY_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,9 @@ class RingMessage(_message.Message):
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     COPIED_FIELD_NUMBER: _ClassVar[int]
     PULSE_FIELD_NUMBER: _ClassVar[int]
+    READ_OUT_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
     command: Command
     data_ready: DataReady
     applied: Applied
@@ -53,7 +56,10 @@ class RingMessage(_message.Message):
     leaving: Leaving
     copied: Copied
     pulse: _mesh_pb2.StageProgress
-    def __init__(self, command: _Optional[_Union[Command, _Mapping]] = ..., data_ready: _Optional[_Union[DataReady, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., copied: _Optional[_Union[Copied, _Mapping]] = ..., pulse: _Optional[_Union[_mesh_pb2.StageProgress, _Mapping]] = ...) -> None: ...
+    read_out: ReadOut
+    answer: Answer
+    verify: Verify
+    def __init__(self, command: _Optional[_Union[Command, _Mapping]] = ..., data_ready: _Optional[_Union[DataReady, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., copied: _Optional[_Union[Copied, _Mapping]] = ..., pulse: _Optional[_Union[_mesh_pb2.StageProgress, _Mapping]] = ..., read_out: _Optional[_Union[ReadOut, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ...) -> None: ...
 
 class Copied(_message.Message):
     __slots__ = ("handle", "pp_rank", "restored")
@@ -64,6 +70,30 @@ class Copied(_message.Message):
     pp_rank: int
     restored: bool
     def __init__(self, handle: _Optional[int] = ..., pp_rank: _Optional[int] = ..., restored: _Optional[bool] = ...) -> None: ...
+
+class ReadOut(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class Verify(_message.Message):
+    __slots__ = ("number", "checks")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CHECKS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    checks: _containers.RepeatedCompositeFieldContainer[_mesh_pb2.KvCheck]
+    def __init__(self, number: _Optional[int] = ..., checks: _Optional[_Iterable[_Union[_mesh_pb2.KvCheck, _Mapping]]] = ...) -> None: ...
+
+class Answer(_message.Message):
+    __slots__ = ("number", "pp_rank", "error")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PP_RANK_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    pp_rank: int
+    error: str
+    def __init__(self, number: _Optional[int] = ..., pp_rank: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Leaving(_message.Message):
     __slots__ = ()

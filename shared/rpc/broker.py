@@ -70,6 +70,11 @@ class BrokerClient:
         message = broker_pb2.FailTicketRequest(ticket_id=ticket_id, reason=reason, quiescent=quiescent)
         await self.client.call("FailTicket", message, timeout_s=CALL_TIMEOUT_S)
 
+    async def report_reaped(self, ref: InstanceRef, pp_rank: int | None) -> None:
+        """The process of that stage is reaped; None: of every stage."""
+        message = broker_pb2.ReapedReport(instance=ref_to_pb(ref), pp_rank=pp_rank)
+        await self.client.call("ReportReaped", message, timeout_s=CALL_TIMEOUT_S)
+
     async def report_writer(self, report: broker_pb2.WriterReport) -> str:
         """Returns which start of the broker has taken note: one that comes after it has to be told again."""
         reply = await self.client.call("ReportWriter", report, timeout_s=CALL_TIMEOUT_S)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Final
 
 from stagemesh.shared.runtime.exits import report_failure
-from stagemesh.shared.runtime.notify import ADDRESS, METRICS
+from stagemesh.shared.runtime.notify import ADDRESS, EPOCH, METRICS
 from stagemesh.shared.runtime.plan import ProcessSpec
 from stagemesh.shared.runtime.signals import WATCHED
 
@@ -36,6 +36,7 @@ class Child:
         self.is_ready = False
         self.status = "starting"
         self.address = spec.address
+        self.epoch = 0  # of its instance, once it has said so
         self.metrics = ""  # where they can be read, once it has said so
         self.wait_status: int | None = None
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -50,6 +51,7 @@ class Child:
         """Takes in what it says of itself; gives what is worth telling people."""
         self.address = lines.get(ADDRESS, self.address)
         self.metrics = lines.get(METRICS, self.metrics)
+        self.epoch = int(lines.get(EPOCH, self.epoch))
         status = lines.get("STATUS", self.status)
         if status != self.status and not self.is_ready and "READY" not in lines:
             yield f"{self.spec.name}: {status}"

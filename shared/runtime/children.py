@@ -50,6 +50,10 @@ class Children:
         self._by_name[spec.name] = child
         return child
 
+    def forget(self, name: str) -> None:
+        """One that has been reaped and will not come back."""
+        del self._by_name[name]
+
     def reap(self) -> list[Child]:
         """Those that have ended since the last call."""
         return [child for child in self if child.is_alive and child.reap()]

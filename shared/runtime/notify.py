@@ -1,7 +1,7 @@
 """The service's side of the sd_notify protocol: datagrams of `NAME=value` lines to $NOTIFY_SOCKET.
 
-STATUS=... -> X_METRICS=, where its metrics are -> READY=1 (and X_ADDRESS=, where the service really listens) ->
-WATCHDOG=1 ... -> STOPPING=1
+STATUS=... -> X_METRICS=, where its metrics are -> X_EPOCH=, of a stage -> READY=1 (and X_ADDRESS=, where the service
+really listens) -> WATCHDOG=1 ... -> STOPPING=1
 
 Under systemd and under `stagemesh up` alike. Without $NOTIFY_SOCKET every call does nothing.
 """
@@ -15,13 +15,14 @@ from typing import Final
 
 ADDRESS: Final = "X_ADDRESS"
 METRICS: Final = "X_METRICS"
+EPOCH: Final = "X_EPOCH"
 PATIENCE_S: Final = 2.0
 
 
 class Notifier:
     """Never raises: a supervisor that does not listen must not stop a service. What is lost is counted.
 
-    A unix socket holds ten datagrams or so. What must not be lost, `metrics`, `ready` and `stopping`, waits up to
+    A unix socket holds ten datagrams or so. What must not be lost (all but the status and the watchdog) waits up to
     PATIENCE_S for room; the rest does not wait.
     """
 
@@ -47,6 +48,10 @@ class Notifier:
     def metrics(self, address: str) -> None:
         """`address` is where the metrics can be read."""
         self._send(f"{METRICS}={address}", patience_s=PATIENCE_S)
+
+    def epoch(self, epoch: int) -> None:
+        """`epoch` is that of the instance whose stage this is."""
+        self._send(f"{EPOCH}={epoch}", patience_s=PATIENCE_S)
 
     def status(self, text: str) -> None:
         """One line on what the service is doing, for people."""

@@ -17,7 +17,9 @@ from stagemesh.shared.runtime.plan import ENTRIES
 @dataclass(frozen=True, slots=True)
 class UpOptions:
     """`preload` are modules imported once, before forking, if they are installed. `child_environ` is added to every
-    child's environment. A child that has shown no progress for `watchdog_s` is killed."""
+    child's environment. A child that has shown no progress for `watchdog_s` is killed.
+    `reaped` is called, in a process of its own, with an instance and an epoch all of whose processes are reaped; empty:
+    nobody needs to know."""
 
     config: Config
     ready_file: Path | None = None
@@ -26,6 +28,7 @@ class UpOptions:
     preload: tuple[str, ...] = ("torch",)
     child_environ: Mapping[str, str] = field(default_factory=dict)
     watchdog_s: float = 8.0
+    reaped: str = "stagemesh.shared.stage.reaped:run"
 
 
 def preload(names: tuple[str, ...]) -> None:

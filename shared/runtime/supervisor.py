@@ -15,34 +15,30 @@ from __future__ import annotations
 import selectors
 import signal
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
-from stagemesh.shared.config import dump_toml
 from stagemesh.shared.runtime.child import Child
 from stagemesh.shared.runtime.children import Children
 from stagemesh.shared.runtime.drain import CLOSE_GRACE_S, DrainSchedule, Stop
 from stagemesh.shared.runtime.exits import EXIT_FAILED, ExitAction, describe_exit, on_exit
 from stagemesh.shared.runtime.nats_server import (
     NATS_SPEC,
-    find_nats_server,
     listen_address,
-    run_nats_server,
     says_ready,
 )
 from stagemesh.shared.runtime.notify_socket import NotifySocket
 from stagemesh.shared.runtime.options import UpOptions, preload
-from stagemesh.shared.runtime.plan import STOP_ORDER, ProcessSpec, load_entry, service_processes
+from stagemesh.shared.runtime.plan import STOP_ORDER
 from stagemesh.shared.runtime.ready import ready_record, ready_text
 from stagemesh.shared.runtime.reporter import Reporter
+from stagemesh.shared.runtime.reports import Reports
 from stagemesh.shared.runtime.restarts import MAX_FALLS, WITHIN_S, Restarts, group_of
 from stagemesh.shared.runtime.rundir import write_atomically
 from stagemesh.shared.runtime.signals import STOP_SIGNALS, SignalPipe, watched_signals
+from stagemesh.shared.runtime.starter import Starter
 from stagemesh.shared.runtime.watch import Watch
 
 STOP_GRACE_S: Final = CLOSE_GRACE_S
@@ -72,9 +68,11 @@ def supervise(options: UpOptions, reporter: Reporter) -> int:
         stack.callback(children.kill_all)
         watch = Watch(children, selector, options.watchdog_s)
         stack.callback(watch.close)
+        reports = Reports(children)
+        stack.callback(reports.close)
         if options.ready_file is not None:
             stack.callback(options.ready_file.unlink, missing_ok=True)
-        return Supervisor(options, reporter, pipe, notify, selector, children, watch).run()
+        return Supervisor(options, reporter, pipe, notify, selector, children, watch, reports).run()
 
 
 class Supervisor:
@@ -89,15 +87,26 @@ class Supervisor:
         selector: selectors.BaseSelector,
         children: Children,
         watch: Watch,
+        reports: Reports,
     ) -> None:
         self._options = options
-        self._config = options.config
         self._report = reporter
         self._pipe = pipe
         self._notify = notify
         self._selector = selector
         self._children = children
         self._watch = watch
+        self._reports = reports
+        self._starter = Starter(
+            options,
+            children,
+            reports,
+            selector,
+            notify.path,
+            own_fds=lambda: self._own_fds,
+            on_output=self._on_output,
+            listen=self._on_notifications,
+        )
         self._phase = Phase.STARTING_BUS
         self._drain: DrainSchedule | None = None
         self._restarts = Restarts()
@@ -108,7 +117,7 @@ class Supervisor:
     def run(self) -> int:
         self._selector.register(self._pipe, selectors.EVENT_READ, self._on_signals)
         self._selector.register(self._notify, selectors.EVENT_READ, self._on_notifications)
-        self._start_bus()
+        self._starter.bus()
         preload(self._options.preload)
         while True:
             self._advance(time.monotonic())
@@ -128,35 +137,10 @@ class Supervisor:
             return min((at for at in due if at is not None), default=None)
         return self._deadline if self._phase in (Phase.STARTING_BUS, Phase.STARTING) else None
 
-    def _start_bus(self, port: str = "-1") -> None:
-        if self._config.nats.url and NATS_SPEC.name not in self._children.names:
-            return
-        store = Path(self._config.mesh.run_dir) / "nats"
-        binary, mesh = find_nats_server(), self._config.mesh.name
-        self._fork(NATS_SPEC, lambda: run_nats_server(binary, store, mesh, port))
-
-    def _start_services(self) -> None:
-        if (bus := self._children.get(NATS_SPEC.name)) is not None:
-            nats = msgspec.structs.replace(self._config.nats, url=f"nats://{bus.address}")
-            self._config = msgspec.structs.replace(self._config, nats=nats)
-        metrics = msgspec.structs.replace(self._config.metrics, port=0)  # one port cannot serve them all
-        self._config = msgspec.structs.replace(self._config, metrics=metrics)
-        write_atomically(Path(self._config.mesh.run_dir) / "config.toml", dump_toml(self._config))
-        for spec in service_processes(self._config):
-            self._fork(spec, self._service(spec))
-        self._phase = Phase.STARTING
-
-    def _service(self, spec: ProcessSpec) -> Callable[[], None]:
-        config, target = self._config, self._options.entries[spec.service]
-        return lambda: load_entry(target)(config, spec.instance, spec.pp_rank)
-
-    def _fork(self, spec: ProcessSpec, run: Callable[[], None]) -> None:
-        watchdog = {"WATCHDOG_USEC": str(round(self._options.watchdog_s * 1e6))}
-        environ = {**self._options.child_environ, **watchdog, "NOTIFY_SOCKET": str(self._notify.path)}
-        ours = (self._pipe.read_fd, self._pipe.write_fd, self._notify.fileno(), *self._watch.fds)
-        child = self._children.fork(spec, run, environ, ours)
-        assert child.output_fd is not None
-        self._selector.register(child.output_fd, selectors.EVENT_READ, lambda: self._on_output(child))
+    @property
+    def _own_fds(self) -> list[int]:
+        ours = (self._pipe.read_fd, self._pipe.write_fd, self._notify.fileno())
+        return [*ours, *self._watch.fds, *self._reports.fds]
 
     def _on_signals(self) -> None:
         numbers = self._pipe.receive()
@@ -166,6 +150,8 @@ class Supervisor:
         if signal.SIGCHLD in numbers:
             for child in self._children.reap():
                 self._on_child_exit(child)
+            for said in self._reports.reap():
+                self._report.error(said)
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
         if self._drain is None:
@@ -203,6 +189,8 @@ class Supervisor:
             child.close()
         assert child.wait_status is not None
         said = f"{child.spec.name} {describe_exit(child.wait_status)}"
+        if (epoch := self._reports.ended(child)) is not None and self._phase is Phase.SERVING:
+            self._starter.report_reaped(child.spec.instance or "", epoch)
         is_stopping, is_serving = self._drain is not None, self._phase is Phase.SERVING
         match on_exit(child.wait_status, is_stopping=is_stopping, is_serving=is_serving):
             case ExitAction.RESTART if self._restarts.died(group_of(child.spec), time.monotonic()):
@@ -220,7 +208,8 @@ class Supervisor:
     def _advance(self, now: float) -> None:
         """Whatever the events so far allow."""
         if self._phase is Phase.STARTING_BUS and self._children.are_ready:
-            self._start_services()
+            self._starter.services()
+            self._phase = Phase.STARTING
         elif self._phase is Phase.STARTING and self._children.are_ready:
             self._serve()
         elif self._phase is Phase.SERVING:
@@ -250,26 +239,24 @@ class Supervisor:
                 self._send([(child.spec.name, signal.SIGKILL)] if child.is_alive else [])
             elif group in due.again:
                 self._returning.add(group)
-                if child.spec is NATS_SPEC:
-                    self._start_bus(child.address.rpartition(":")[2])
-                else:
-                    self._fork(child.spec, self._service(child.spec))
+                self._starter.again(child)
         for group in sorted(self._returning):
             if all(child.is_ready for child in self._children if group_of(child.spec) == group):
                 self._returning.discard(group)
                 self._write_record()
                 self._report.info(f"{group} is back, start {self._restarts.counts[group] + 1}")
+                for instance, epoch in self._reports.epochs.items() if group == "broker" else ():
+                    self._starter.report_reaped(instance, epoch)
 
     def _write_record(self) -> None:
         if self._options.ready_file is not None:
-            write_atomically(self._options.ready_file, ready_record(self._config, list(self._children)))
+            write_atomically(self._options.ready_file, ready_record(self._starter.config, list(self._children)))
 
     def _serve(self) -> None:
         self._phase = Phase.SERVING
-        router = msgspec.structs.replace(self._config.router, listen=self._children["router"].address)
-        self._config = msgspec.structs.replace(self._config, router=router)  # clients know it from now on
+        self._starter.serving_at(self._children["router"].address)  # clients know it from now on
         self._write_record()
-        self._report.announce(ready_text(self._config, self._children["router"].address))
+        self._report.announce(ready_text(self._starter.config, self._children["router"].address))
 
     def _fail(self, why: str, *children: Child) -> None:
         self._report.error(why)
@@ -290,7 +277,7 @@ class Supervisor:
 
     def _stop_timeout_s(self, child: Child) -> float:
         drains = child.is_ready and child.spec is not NATS_SPEC
-        return STOP_GRACE_S + (self._config.engine.drain_timeout_s if drains else 0.0)
+        return STOP_GRACE_S + (self._starter.config.engine.drain_timeout_s if drains else 0.0)
 
     def _send(self, signals: list[tuple[str, signal.Signals]]) -> None:
         for name, number in signals:

@@ -25,6 +25,7 @@ from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.pb import instance_pb2, stage_pb2
 from stagemesh.shared.rpc.broker import BrokerClient
 from stagemesh.shared.stage.executor import StageExecutor
+from stagemesh.shared.stage.questions import Questions
 from stagemesh.shared.stage.sessions import Sessions
 
 INSTANCE = instance_pb2.DESCRIPTOR.services_by_name["Instance"]
@@ -33,13 +34,16 @@ INSTANCE = instance_pb2.DESCRIPTOR.services_by_name["Instance"]
 @dataclass(frozen=True, slots=True)
 class HeadContext:
     """What the stage gives its head once the ring is closed. `issue` puts a command on the ring; `spawn` starts a task
-    under the stage's supervisor."""
+    under the stage's supervisor; `ask_read_out` and `ask_verify` put such a question on the ring, and to this
+    stage."""
 
     info: InstanceInfo
     executor: StageExecutor
     issue: Callable[[Command], None]
     spawn: Callable[[Coroutine[Any, Any, None]], object]
     broker: BrokerClient
+    ask_read_out: Callable[[int], None]
+    ask_verify: Callable[[stage_pb2.Verify], None]
     vocab_size: int
     tracer: Tracer
     log: Log
@@ -54,6 +58,7 @@ class Head(ABC):
         self._sessions = Sessions(self, self._epoch, context.log)
         self._progress: dict[int, StageProgress] = {}
         self._joins = 0  # how often this instance has told a broker what it knows
+        self._questions = Questions()
         self._pump_scheduled = False
         self._idle = asyncio.Event()
 
@@ -73,6 +78,9 @@ class Head(ABC):
 
     def on_pulse(self, progress: StageProgress) -> None:
         self._progress[progress.pp_rank] = progress
+
+    def on_answer(self, answer: stage_pb2.Answer) -> None:
+        self._questions.answered(answer.number, answer.pp_rank, answer.error)
 
     # -- what routers bring --
 
@@ -117,6 +125,19 @@ class Head(ABC):
 
     def on_joined(self, broker: str) -> None:  # noqa: B027 (decode heads have nothing to say)
         """The broker has taken this instance in; `broker` says which start of it that is."""
+
+    async def ReadOut(  # noqa: N802
+        self, request: instance_pb2.ReadOutRequest, context: Any
+    ) -> instance_pb2.ReadOutReply:
+        self._check_epoch(request.epoch)
+        if error := await self._questions.ask(len(self._context.info.stages), self._context.ask_read_out):
+            raise ProtocolViolation(error)
+        return instance_pb2.ReadOutReply()
+
+    async def VerifyPages(  # noqa: N802
+        self, request: instance_pb2.VerifyPagesRequest, context: Any
+    ) -> instance_pb2.VerifyPagesReply:
+        raise ProtocolViolation(f"a {self._context.info.role.value} instance takes no KV")
 
     # -- what operators bring --
 

@@ -39,6 +39,12 @@ class HeadRpcs:
     async def CloseTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
         return await self._head().CloseTicket(request, context)
 
+    async def ReadOut(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return await self._head().ReadOut(request, context)
+
+    async def VerifyPages(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return await self._head().VerifyPages(request, context)
+
     async def Adjust(  # noqa: N802
         self, request: instance_pb2.AdjustRequest, context: Any
     ) -> instance_pb2.AdjustReply:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from stagemesh.shared.core.commands import SendPlan
@@ -22,6 +22,7 @@ from stagemesh.shared.core.layers import LayerRange
 from stagemesh.shared.engine.pages import pages_for
 from stagemesh.shared.errors import StagemeshError
 from stagemesh.shared.obs.trace import Tracer
+from stagemesh.shared.stage.checksums import Checksums
 from stagemesh.shared.transfer.base import FINAL_STATES, Endpoint, Piece, TransferHandle, TransferState
 
 
@@ -40,11 +41,12 @@ class PoolLayout:
 
 @dataclass(frozen=True, slots=True)
 class PieceSpan:
-    """Prompt pages [first, last) have been written to `target_rank`."""
+    """Prompt pages [first, last) have been written to `target_rank`; `crcs` of each, if they are asked for."""
 
     target_rank: int
     first: int
     last: int
+    crcs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class Outgoing:
     cancelled: bool = False
     refused: str = ""  # why the endpoint did not take a write
     handles: list[tuple[PieceSpan, TransferHandle]] = field(default_factory=list)
+    crcs: dict[PieceSpan, asyncio.Future[tuple[int, ...]]] = field(default_factory=dict)
     progress: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -103,7 +106,7 @@ class Outgoing:
 
 
 class KvSender:
-    """Runs on the loop. `spawn` puts a task under the stage's supervisor."""
+    """Runs on the loop. `spawn` puts a task under the stage's supervisor. With `checksums` it sums what it sends."""
 
     def __init__(
         self,
@@ -114,9 +117,10 @@ class KvSender:
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         report: Report,
         tracer: Tracer,
+        checksums: Checksums | None = None,
     ) -> None:
         self._endpoint, self._layout, self._page_size = endpoint, layout, page_size
-        self._spawn, self._report, self._tracer = spawn, report, tracer
+        self._spawn, self._report, self._tracer, self._checksums = spawn, report, tracer, checksums
         self._outgoing: dict[int, Outgoing] = {}
         self._reporting: dict[int, Outgoing] = {}
         self.counts = KvCounts()
@@ -176,8 +180,15 @@ class KvSender:
             outgoing.refused = outgoing.refused or str(error)
             self._give_up(outgoing)
             return
-        outgoing.handles.append((PieceSpan(target.pp_rank, first, last), transfer))
+        span = PieceSpan(target.pp_rank, first, last)
+        outgoing.handles.append((span, transfer))
         self._spawn(self._watch(outgoing, transfer))
+        if self._checksums is not None:
+            outgoing.crcs[span] = asyncio.get_running_loop().create_future()
+            self._spawn(self._sum(outgoing.crcs[span], self._checksums.of(pages[first:last], layers)))
+
+    async def _sum(self, crcs: asyncio.Future[tuple[int, ...]], work: Awaitable[tuple[int, ...]]) -> None:
+        crcs.set_result(await work)
 
     async def _watch(self, outgoing: Outgoing, transfer: TransferHandle) -> None:
         ticket_id = outgoing.plan.ticket_id
@@ -198,6 +209,8 @@ class KvSender:
             await outgoing.progress.wait()
         for _, transfer in outgoing.handles:
             await transfer.settle()
+        for crcs in outgoing.crcs.values():
+            await crcs
         del self._outgoing[handle]
         self._reporting[handle], outgoing.reporting_s = outgoing, time.monotonic()
         await self._report(self._outcome(outgoing))
@@ -211,8 +224,13 @@ class KvSender:
         error = "cancelled" if outgoing.cancelled and not outgoing.whole else ""
         return Outcome(
             outgoing.plan.ticket_id,
-            spans=tuple(span for span, _ in done),
+            spans=tuple(_with_crcs(span, outgoing) for span, _ in done),
             kv_bytes=sum(transfer.num_bytes for _, transfer in done),
             error=outgoing.refused or (errors[0] if errors else error),
             in_doubt=any(not transfer.quiescent for transfer in failed),
         )
+
+
+def _with_crcs(span: PieceSpan, outgoing: Outgoing) -> PieceSpan:
+    crcs = outgoing.crcs.get(span)
+    return span if crcs is None else replace(span, crcs=crcs.result())

@@ -1,7 +1,8 @@
 """An instance's place in the directory: its head's stream of reports to the broker.
 
 join, with all tickets --report every 0.5 s--> ... --leaving--> end
-  `--the broker is away: again, with back-off; what runs goes on meanwhile
+  |--the broker is away: again, with back-off; what runs goes on meanwhile
+  `--the broker has lost this epoch: the instance ends, and starts again under a new one
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from stagemesh.shared.codec.tickets import leg_to_pb
 from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad
 from stagemesh.shared.core.progress import StageProgress
 from stagemesh.shared.core.tickets import TicketLeg
-from stagemesh.shared.errors import StagemeshError
+from stagemesh.shared.errors import ProtocolViolation, StagemeshError
 from stagemesh.shared.pb import broker_pb2
 from stagemesh.shared.rpc.client import Client, Duplex
 from stagemesh.shared.runtime.backoff import delays
@@ -64,6 +65,8 @@ class Membership:
                     reader = group.create_task(self._read(stream))
                     await self._report(stream)
                     reader.cancel()
+            except* ProtocolViolation:  # this epoch is lost to the mesh: whoever goes on in its name would do harm
+                raise
             except* StagemeshError:
                 await asyncio.sleep(delay_s)
             finally:

@@ -10,17 +10,20 @@ from stagemesh.shared.core.commands import Command, Ints, RowLogprobs
 from stagemesh.shared.core.progress import StageProgress
 from stagemesh.shared.engine.host_copies import CopyDone, Direction
 from stagemesh.shared.engine.runner import StageRunner
-from stagemesh.shared.errors import ProtocolViolation
+from stagemesh.shared.errors import ProtocolViolation, Rejected
+from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.metrics import Sample
 from stagemesh.shared.pb import stage_pb2
 from stagemesh.shared.runtime.tasks import Tasks
+from stagemesh.shared.stage.checksums import Checksums
 from stagemesh.shared.stage.describe import StageNames, describe_copies, describe_executor, describe_outgoing
 from stagemesh.shared.stage.executor import StageExecutor
 from stagemesh.shared.stage.head import Head
 from stagemesh.shared.stage.kv_sender import KvSender
 from stagemesh.shared.stage.measure import measure_copies, measure_kv, measure_stage
 from stagemesh.shared.stage.ring import RingOut
+from stagemesh.shared.transfer.base import Endpoint
 
 
 class StageNode:
@@ -36,9 +39,12 @@ class StageNode:
         tasks: Tasks,
         kv: KvSender | None,
         last: bool,
+        endpoint: Endpoint,
+        checksums: Checksums,
     ) -> None:
         self.executor, self._runner, self._ring, self._tasks = executor, runner, ring, tasks
         self._pp_rank, self._kv, self._last = pp_rank, kv, last
+        self._endpoint, self.checksums = endpoint, checksums
         loop = asyncio.get_running_loop()
         runner.copies.listen(lambda done: loop.call_soon_threadsafe(self._on_copy_done, done))
         self.head: Head | None = None
@@ -68,6 +74,34 @@ class StageNode:
         executor = self.executor
         step_s = executor.clock.expected_s
         self._ring.pulse(StageProgress(self._pp_rank, executor.steps_done, executor.has_work, step_s))
+
+    def ask_read_out(self, number: int) -> None:
+        """Every stage is to read what processes have sent that have ended, and to say so."""
+        if not self._last:
+            self._ring.read_out(number)
+        self._tasks.spawn(self._read_out(number))
+
+    async def _read_out(self, number: int) -> None:
+        error = ""
+        try:
+            await self._endpoint.read_out()
+        except Rejected as refused:
+            error = str(refused)
+        self.on_answer(stage_pb2.Answer(number=number, pp_rank=self._pp_rank, error=error))
+
+    def ask_verify(self, verify: stage_pb2.Verify) -> None:
+        """Every stage is to verify its own of these checks, and to say so."""
+        if not self._last:
+            self._ring.verify(verify)
+        self._tasks.spawn(self._verify(verify))
+
+    async def _verify(self, verify: stage_pb2.Verify) -> None:
+        error = ""
+        for check in verify.checks:
+            if check.target_rank == self._pp_rank and not error:
+                error = await self.checksums.verify(check)
+        said = f"decode stage {self._pp_rank}: {error}" if error else ""
+        self.on_answer(stage_pb2.Answer(number=verify.number, pp_rank=self._pp_rank, error=said))
 
     def _on_copy_done(self, done: CopyDone) -> None:
         if done.error is not None:  # a callback's exception would only be logged: it must end the stage
@@ -106,6 +140,20 @@ class StageNode:
         elif progress.pp_rank != self._pp_rank:
             self._ring.pulse(progress)
 
+    def on_read_out(self, number: int) -> None:
+        self._only(self.head is None, "read_out")
+        self.ask_read_out(number)
+
+    def on_verify(self, verify: stage_pb2.Verify) -> None:
+        self._only(self.head is None, "verify")
+        self.ask_verify(verify)
+
+    def on_answer(self, answer: stage_pb2.Answer) -> None:
+        if self.head is None:
+            self._ring.answer(answer)
+        else:
+            self.head.on_answer(answer)
+
     def _only(self, allowed: bool, kind: str) -> None:
         if not allowed:
             raise ProtocolViolation(f"the ring brings {kind} to a stage that takes none")
@@ -120,6 +168,8 @@ class StageNode:
     def measure(self) -> Iterator[Sample]:
         yield from measure_stage(self._runner, self.executor, time.monotonic_ns())
         yield from measure_copies(self._runner.copies)
+        yield Sample(metrics.KV_CHECKED, self.checksums.num_checked)
+        yield Sample(metrics.KV_CORRUPT, self.checksums.num_corrupt)
         if self._kv is not None:
             yield from measure_kv(self._kv.counts)
         if self.head is not None:

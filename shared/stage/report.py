@@ -38,7 +38,9 @@ class WriterReports:
             instance=ref_to_pb(self._ref),
             pp_rank=self._pp_rank,
             pieces=[
-                broker_pb2.PieceRange(target_rank=span.target_rank, first_page=span.first, last_page=span.last)
+                broker_pb2.PieceRange(
+                    target_rank=span.target_rank, first_page=span.first, last_page=span.last, crcs=span.crcs
+                )
                 for span in outcome.spans
             ],
             kv_bytes=outcome.kv_bytes,

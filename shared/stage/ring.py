@@ -48,6 +48,12 @@ class RingListener(Protocol):
 
     def on_pulse(self, progress: StageProgress) -> None: ...
 
+    def on_read_out(self, number: int) -> None: ...
+
+    def on_verify(self, verify: stage_pb2.Verify) -> None: ...
+
+    def on_answer(self, answer: stage_pb2.Answer) -> None: ...
+
 
 def deliver(message: stage_pb2.RingMessage, listener: RingListener) -> None:
     """Raises ProtocolViolation for a message of a kind that this version does not know."""
@@ -68,6 +74,12 @@ def deliver(message: stage_pb2.RingMessage, listener: RingListener) -> None:
             listener.on_copied(copied.handle, copied.pp_rank, restored=copied.restored)
         case "pulse":
             listener.on_pulse(progress_from_pb(message.pulse))
+        case "read_out":
+            listener.on_read_out(message.read_out.number)
+        case "verify":
+            listener.on_verify(message.verify)
+        case "answer":
+            listener.on_answer(message.answer)
         case kind:
             raise ProtocolViolation(f"ring message of unknown kind {kind}")
 
@@ -107,6 +119,15 @@ class RingOut:
 
     def pulse(self, progress: StageProgress) -> None:
         self.forward(stage_pb2.RingMessage(pulse=progress_to_pb(progress)))
+
+    def read_out(self, number: int) -> None:
+        self.forward(stage_pb2.RingMessage(read_out=stage_pb2.ReadOut(number=number)))
+
+    def verify(self, verify: stage_pb2.Verify) -> None:
+        self.forward(stage_pb2.RingMessage(verify=verify))
+
+    def answer(self, answer: stage_pb2.Answer) -> None:
+        self.forward(stage_pb2.RingMessage(answer=answer))
 
     def forward(self, message: stage_pb2.RingMessage | None) -> None:
         """Raises Exhausted if the next stage takes nothing any more."""

@@ -36,17 +36,18 @@ from stagemesh.shared.runtime.monitor import Monitor
 from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.service import Child
 from stagemesh.shared.runtime.tasks import Tasks
+from stagemesh.shared.stage.checksums import Checksums
 from stagemesh.shared.stage.connect import Connector, Upstream
 from stagemesh.shared.stage.describe import StageNames
-from stagemesh.shared.stage.executors import make_executor
+from stagemesh.shared.stage.executors import make_executor, make_kv_sender, make_receiver
 from stagemesh.shared.stage.head import INSTANCE, Head, HeadContext
 from stagemesh.shared.stage.head_rpcs import HeadRpcs
 from stagemesh.shared.stage.health import Health
-from stagemesh.shared.stage.kv_sender import KvSender, PoolLayout
 from stagemesh.shared.stage.lead import Lead, new_epoch
 from stagemesh.shared.stage.node import StageNode
 from stagemesh.shared.stage.parts import StageLimits, StageParts, build_parts
 from stagemesh.shared.stage.profile import StageProfiler
+from stagemesh.shared.stage.reaped import note_epoch
 from stagemesh.shared.stage.report import WriterReports
 from stagemesh.shared.stage.ring import STAGE_LINK, RingIn, RingOut
 from stagemesh.shared.stage.structures import Structures
@@ -115,7 +116,7 @@ class StageService:
         stack.push_async_callback(endpoint.close)
         pool = endpoint.publish(endpoint.register(parts.pool))
         own = StageInfo(self._pp_rank, parts.layers, self._instance.stages[self._pp_rank], pool)
-        receiver = None if parts.first or parts.device is not None else self._make_receiver(endpoint, parts)
+        receiver = make_receiver(endpoint, parts, self._limits)
         slots = parts.inbox_spec if receiver is None else receiver.spec
         self._connector = Connector(self._instance.name, self._pp_rank, self._instance.pp_size, parts.manifest, slots)
         inspect = InspectService(self, self._tracer, metrics_address=self._monitor.address, profile=self._profile)
@@ -178,6 +179,8 @@ class StageService:
             spec = await self._connector.connect(next_stage, upstream, own)
         broker = await stack.enter_async_context(Client(self._config.broker.listen, BROKER, dial=self._access.dial))
         ref = InstanceRef(self._instance.name, upstream.epoch)
+        self._notifier.epoch(ref.epoch)
+        note_epoch(Path(self._config.mesh.run_dir), ref.name, self._pp_rank, ref.epoch, self._log)
         ring = self._ring_out
         self._node = self._make_node(parts, endpoint, receiver, spec, ring, BrokerClient(broker), ref)
         directory, stage = Path(self._config.mesh.run_dir), f"{self._instance.name}.{self._pp_rank}"
@@ -210,15 +213,6 @@ class StageService:
         one_host = len(mesh_hosts(self._config)) == 1
         return open_endpoint(section, self._config.model.device, self._log, one_host=one_host)
 
-    def _make_receiver(self, endpoint: Endpoint, parts: StageParts) -> RingReceiver:
-        return RingReceiver(
-            endpoint,
-            num_slots=self._limits.num_slots,
-            max_tokens=self._limits.step_tokens,
-            hidden_size=parts.config.hidden_size,
-            dtype=parts.dtype,
-        )
-
     def _make_node(
         self,
         parts: StageParts,
@@ -229,16 +223,9 @@ class StageService:
         broker: BrokerClient,
         ref: InstanceRef,
     ) -> StageNode:
-        kv = None
-        if self._instance.role == "prefill":
-            kv = KvSender(
-                endpoint,
-                PoolLayout(parts.pool.data_ptr(), parts.layers, parts.layer_bytes),
-                page_size=self._config.engine.page_size,
-                spawn=self._tasks.spawn,
-                report=WriterReports(broker, ref, self._pp_rank, self._settled, self._log),
-                tracer=self._tracer,
-            )
+        report = WriterReports(broker, ref, self._pp_rank, self._settled, self._log)
+        checksums, spawn, role = Checksums(parts.pool, parts.layers), self._tasks.spawn, self._instance.role
+        kv = make_kv_sender(parts, endpoint, self._config, role, spawn, report, self._tracer, checksums)
         executor = make_executor(
             parts,
             endpoint,
@@ -250,8 +237,17 @@ class StageService:
             tracer=self._tracer,
             nice=self._config.engine.decode_nice if self._instance.role == "decode" else 0,
         )
-        rank, runner, last = self._pp_rank, parts.runner, parts.last
-        return StageNode(rank, runner=runner, executor=executor, ring=ring, tasks=self._tasks, kv=kv, last=last)
+        return StageNode(
+            self._pp_rank,
+            runner=parts.runner,
+            executor=executor,
+            ring=ring,
+            tasks=self._tasks,
+            kv=kv,
+            last=parts.last,
+            endpoint=endpoint,
+            checksums=checksums,
+        )
 
     async def _profile(self, seconds: float) -> Path:
         if self._profiler is None:
@@ -270,6 +266,8 @@ class StageService:
             issue=self._node.issue,
             spawn=self._tasks.spawn,
             broker=BrokerClient(broker),
+            ask_read_out=self._node.ask_read_out,
+            ask_verify=self._node.ask_verify,
             vocab_size=vocab_size,
             tracer=self._tracer,
             log=self._log.bind(epoch=info.ref.epoch),
@@ -304,12 +302,11 @@ class StageService:
 
     @property
     def gauges(self) -> Mapping[str, int]:
-        lag_us = round(self._lag.max_lag_s * 1e6)
+        lag = {"loop_lag_max_us": round(self._lag.max_lag_s * 1e6)}
         if self._node is None:
-            return {"steps_done": 0, "loop_lag_max_us": lag_us}
-        executor = self._node.executor
-        head = {} if self._node.head is None else self._node.head.gauges
-        return {"steps_done": executor.steps_done, "loop_lag_max_us": lag_us, **executor.gauges, **head}
+            return {"steps_done": 0, **lag}
+        executor, head = self._node.executor, self._node.head
+        return {"steps_done": executor.steps_done, **lag, **executor.gauges, **({} if head is None else head.gauges)}
 
     def measure(self) -> Iterable[Sample]:
         return [sample for part in (self._node, self._structures) if part is not None for sample in part.measure()]

@@ -150,6 +150,12 @@ class Endpoint(Protocol):
         """
         ...
 
+    async def read_out(self) -> None:
+        """Returns once nothing can be applied here any more that a process has sent which ended before the call, and
+        whose host has nothing of it left to send. That both are so is the caller's to prove. Raises Rejected where
+        nothing can prove that."""
+        ...
+
     async def close(self) -> None:
         """Cancels what is queued, waits for what runs, and ends every registration. Idempotent."""
         ...

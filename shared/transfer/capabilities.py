@@ -5,7 +5,7 @@
 | reach other processes, or know the device or protocol | refused at start, naming the setting |
 | keep its lanes apart | given small batches, so that an urgent write waits for a small one at most |
 | revoke | never asked to: a pool stays registered until its process ends |
-| end writes with their process | not believed: pages in doubt stay in quarantine, whatever has become of the writer |
+| end writes with their process | read out: targets read their sockets to the end (RDMA: quarantine for good) |
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ class Faults:
 
     num_to_fail: int = 0
     failure_is_proven: bool = True
+    num_to_corrupt: int = 0  # batches that arrive, but for their first byte
     num_to_pass: int | None = None  # batches that still pass before the next one is parked; None: no limit
     lost: set[str] = field(default_factory=set)
     parked: asyncio.Event = field(default_factory=asyncio.Event)  # set while a batch is parked
@@ -55,6 +56,7 @@ class MemoryFabric:
         self.endpoints: dict[str, MemoryEndpoint] = {}
         self.faults = Faults()
         self._parked: list[tuple[MemoryEndpoint, Job]] = []
+        self._released = asyncio.Event()
 
     def hold(self, *, after_batches: int = 0) -> None:
         """Parks every batch but the next `after_batches`: submitted, in flight, and not applied until `release`."""
@@ -67,6 +69,17 @@ class MemoryFabric:
         parked, self._parked = self._parked, []
         for endpoint, job in parked:
             endpoint.apply(job)
+        self._released.set()
+
+    def end(self, name: str) -> None:
+        """The endpoint's process is killed and reaped: it starts nothing more, and what is parked is on its way."""
+        self.endpoints.pop(name).ended = True
+
+    async def until_read(self, target: str) -> None:
+        """Returns when nothing is on its way to `target` from an endpoint that has ended."""
+        while any(endpoint.ended and job.target == target for endpoint, job in self._parked):
+            self._released.clear()
+            await self._released.wait()
 
     def parks(self, endpoint: MemoryEndpoint, job: Job) -> bool:
         """True if the batch was parked instead of passed."""
@@ -95,6 +108,7 @@ class MemoryEndpoint:
         self._queues: dict[Lane, deque[Job]] = {Lane.URGENT: deque(), Lane.BULK: deque()}
         self._open: set[Transfer] = set()
         self._pumping = self._closed = False
+        self.ended = False
         fabric.endpoints[name] = self
 
     def register(self, memory: torch.Tensor) -> Region:
@@ -127,6 +141,9 @@ class MemoryEndpoint:
             self._schedule()
         return transfer
 
+    async def read_out(self) -> None:
+        await self._fabric.until_read(self.name)
+
     async def close(self) -> None:
         self._closed = True
         self._fabric.endpoints.pop(self.name, None)
@@ -151,6 +168,9 @@ class MemoryEndpoint:
         else:
             for to, source, length in zip(job.batch.targets, job.batch.sources, job.batch.lengths, strict=True):
                 ctypes.memmove(to, source, length)
+            if faults.num_to_corrupt > 0:
+                faults.num_to_corrupt -= 1
+                ctypes.c_ubyte.from_address(job.batch.targets[0]).value ^= 1
             job.transfer.batch_done(job.batch.num_bytes)
 
     def _schedule(self) -> None:
@@ -161,6 +181,8 @@ class MemoryEndpoint:
     def _pump(self) -> None:
         """One batch a turn, so that a test can act between two."""
         self._pumping = False
+        if self.ended:
+            return
         queue = next((queue for queue in self._queues.values() if queue), None)
         if queue is None:
             return

@@ -33,6 +33,7 @@ from stagemesh.shared.transfer.intranode import CudaMapper, IntranodeSender, Map
 from stagemesh.shared.transfer.listeners import confine_to_loopback, listeners_since, listening_inodes
 from stagemesh.shared.transfer.regions import RegionTable
 from stagemesh.shared.transfer.sender import Engine, Sender
+from stagemesh.shared.transfer.sockets import until_read
 from stagemesh.shared.transfer.writes import Failure, Writes
 
 DEBIAN_PACKAGES: Final = ("libibverbs1", "librdmacm1", "libnuma1")
@@ -189,6 +190,11 @@ class MooncakeEndpoint:
         self._running()
         split_name(key.endpoint)
         return self._writes.start(key, pieces, lane, self._regions.regions)
+
+    async def read_out(self) -> None:
+        if self._settings.protocol == "rdma":  # the card writes, and the kernel knows nothing of it
+            raise Rejected("transfer.protocol", "over 'rdma' nothing shows whether all that was sent has been applied")
+        await until_read()
 
     async def close(self) -> None:
         engine, self._engine = self._engine, None

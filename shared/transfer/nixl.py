@@ -28,6 +28,7 @@ from stagemesh.shared.transfer.listeners import listeners_since, listening_inode
 from stagemesh.shared.transfer.nixl_agent import Agent, NixlKey, Place, parse_key
 from stagemesh.shared.transfer.nixl_sender import NixlSender
 from stagemesh.shared.transfer.regions import RegionTable
+from stagemesh.shared.transfer.sockets import until_read
 from stagemesh.shared.transfer.writes import Failure, Writes
 
 BACKEND: Final = "UCX"
@@ -167,6 +168,9 @@ class NixlEndpoint:
         self._running()
         parse_key(key.endpoint)
         return self._writes.start(key, pieces, lane, self._regions.regions)
+
+    async def read_out(self) -> None:
+        await until_read()
 
     async def close(self) -> None:
         agent, self._agent = self._agent, None

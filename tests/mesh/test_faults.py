@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.mesh.test_exact_tiny import load_reference, prompts
-from tests.mesh.test_recovery import LOST_WITHIN_S, UNPROVEN, mesh_of
+from tests.mesh.test_recovery import LOST_WITHIN_S, mesh_of
 from tests.support.faults import Blow, Case, Outcome, Phase, Result, run_case, table
 from tests.support.running import RunningMesh
 from tests.support.tiny_models import make_tiny
@@ -73,7 +73,7 @@ async def run_cases(mesh: RunningMesh, reference: Any, cases: Sequence[Case], se
         starts[case.group] += case.is_loss
         random.Random(f"{seed}/{number}").shuffle(wanted)
         result = await run_case(mesh, case, reference, wanted, NEW_TOKENS, start=starts[case.group] + 1)
-        result.held = await mesh.check_idle(but=UNPROVEN)
+        result.held = await mesh.check_idle()
         results.append(result)
         print(result.row(), flush=True)
     return results

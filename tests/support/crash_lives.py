@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from stagemesh.services.broker.gathering import Gathering
 from stagemesh.services.broker.rebuild import rebuild
-from stagemesh.services.broker.tickets import Action, Commit, Ticket, TicketBook, WriterOutcome, spans_of
+from stagemesh.services.broker.tickets import Action, Commit, Ticket, TicketBook, Verify, WriterOutcome, spans_of
 from stagemesh.shared.core.directory import Role
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.tickets import LegState, TicketLeg
@@ -163,6 +163,7 @@ class Mesh:
     def deliver(self, at: int) -> None:
         action, waiting = self.letters.pop(at % len(self.letters))
         both = next(both for both in self.all if both.ticket_id == action.ticket.ticket_id)
+        assert not isinstance(action, Verify), "nobody sums anything here"
         if isinstance(action, Commit):
             self._commit(both, action.ticket, waiting)
         elif action.instance == P.ref:

@@ -28,6 +28,7 @@ def main(run_dir: str, ready_file: str, timeout_s: str) -> int:
             float(timeout_s),
             entries=ENTRIES,
             preload=("numpy", "no_such"),
+            reaped="tests.support.fake_services:reaped",
             watchdog_s=float(os.environ.get(WATCHDOG, "8")),
         )
         code = supervise(options, Reporter(sys.stderr))

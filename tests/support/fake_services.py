@@ -31,6 +31,12 @@ def run_broker(config: Config, instance: str | None, pp_rank: int | None) -> Non
     run(config, instance, pp_rank)
 
 
+def reaped(config: Config, instance: str | None, epoch: int | None) -> None:
+    """Refuses, which is how it is seen."""
+    raise Rejected("reaped", f"{instance} of epoch {epoch}")
+
+
+EPOCH = 3
 ENTRIES = {
     "router": f"{__name__}:run_router",
     "broker": f"{__name__}:run_broker",
@@ -52,6 +58,8 @@ class Fake:
         notifier.status("loading")
         print(f"{self._name} was started")
         self._before_ready()
+        if "/" in self._name:
+            notifier.epoch(EPOCH)
         notifier.ready("127.0.0.1:12345" if self._name == "router" else None)
         assert notifier.watchdog_timeout_s is not None
         while True:

@@ -67,7 +67,7 @@ class FakeBroker:
     async def _never(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
-    OpenTicket = Reserve = Unreserve = ReportWriter = FailTicket = _never
+    OpenTicket = Reserve = Unreserve = ReportWriter = FailTicket = ReportReaped = _never
 
 
 class FakeStage:

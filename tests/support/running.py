@@ -144,10 +144,15 @@ class RunningMesh:
 
 
 @contextmanager
-def running_mesh(tmp_path: Path, *options: str, environ: Mapping[str, str] | None = None) -> Iterator[RunningMesh]:
-    """`stagemesh up` with `options`, ready at the start of the block and stopped at its end."""
+def running_mesh(
+    tmp_path: Path,
+    *options: str,
+    environ: Mapping[str, str] | None = None,
+    module: str = "stagemesh.shared.cli.main",
+) -> Iterator[RunningMesh]:
+    """`stagemesh up` with `options`, ready at the start of the block and stopped at its end; `module` runs it."""
     ready_file = tmp_path / "ready.json"
-    command = ["-m", "stagemesh.shared.cli.main", "up", "--port", "0", "--ready-file", str(ready_file), *options]
+    command = ["-m", module, "up", "--port", "0", "--ready-file", str(ready_file), *options]
     # but for the mark by which what is left behind would be found
     kept = {"STAGEMESH_TEST_MARK"}
     inherited = {k: v for k, v in os.environ.items() if k in kept or not k.startswith("STAGEMESH_")}

@@ -46,7 +46,7 @@ async def _refuse(request: Any, context: Any) -> None:
 class ScriptedBroker:
     """A directory of two instances that report again and again, as heads do."""
 
-    Join = Reserve = Fill = Unreserve = ReportWriter = staticmethod(_refuse)
+    Join = Reserve = Fill = Unreserve = ReportWriter = ReportReaped = staticmethod(_refuse)
 
     def __init__(self, instances: list[InstanceInfo]) -> None:
         self._instances, self._tickets = instances, count()
@@ -74,7 +74,7 @@ class ScriptedBroker:
 class PrefillScript:
     """The first token, at once."""
 
-    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = PrepareStructure = staticmethod(_refuse)
+    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = PrepareStructure = ReadOut = VerifyPages = staticmethod(_refuse)
 
     def __init__(self, token_ids: list[int]) -> None:
         self._first = token_ids[-1]
@@ -91,7 +91,7 @@ class PrefillScript:
 class DecodeScript:
     """A token for each live sequence, step after step."""
 
-    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = PrepareStructure = staticmethod(_refuse)
+    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = PrepareStructure = ReadOut = VerifyPages = staticmethod(_refuse)
 
     def __init__(self, token_ids: list[int], num_streams: int, pace: float) -> None:
         self._token_ids, self._num_streams = token_ids, num_streams

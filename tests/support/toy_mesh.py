@@ -76,7 +76,7 @@ class ToyHead:
     async def _refuse(self, request: Any, context: Any) -> None:
         raise AssertionError("no broker calls a toy")
 
-    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = PrepareStructure = _refuse
+    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = PrepareStructure = ReadOut = VerifyPages = _refuse
 
     def on_submit(self, submit: instance_pb2.SessionUp.Submit) -> None:
         self.submits.append(submit)
@@ -203,7 +203,7 @@ class ToyMesh:
     async def _refuse(self, request: Any, context: Any) -> None:
         raise AssertionError("nobody asks a toy for that")
 
-    Join = Reserve = Unreserve = Fill = ReportWriter = _refuse
+    Join = Reserve = Unreserve = Fill = ReportWriter = ReportReaped = _refuse
 
     async def Watch(  # noqa: N802
         self, request: broker_pb2.WatchRequest, context: Any

@@ -245,7 +245,17 @@ class HeardRing(RingOut):
 
 def node_of(stage: Stage, pp_rank: int, ring: RingOut, tasks: Tasks) -> StageNode:
     executor = cast("Any", SimpleNamespace(num_queued=0))
-    return StageNode(pp_rank, runner=stage.runner, executor=executor, ring=ring, tasks=tasks, kv=None, last=False)
+    return StageNode(
+        pp_rank,
+        runner=stage.runner,
+        executor=executor,
+        ring=ring,
+        tasks=tasks,
+        kv=None,
+        last=False,
+        endpoint=cast("Any", None),
+        checksums=cast("Any", None),
+    )
 
 
 def test_a_stage_says_what_is_copied_and_passes_on_what_others_say(stage: Stage) -> None:

@@ -84,7 +84,7 @@ class Hanging:
     async def _refuse(self, request: Any, context: Any) -> None:
         raise AssertionError("not expected")
 
-    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = PrepareStructure = _refuse
+    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = PrepareStructure = ReadOut = VerifyPages = _refuse
 
 
 def test_a_head_that_hangs_is_lost_when_the_directory_says_so(tmp_path: Path) -> None:

@@ -95,6 +95,20 @@ def test_an_instance_is_started_again_as_one_and_nobody_else_is(tmp_path: Path) 
         wait_gone([*before.values(), *after.values()])
 
 
+def test_an_instance_is_reported_once_the_last_of_its_processes_is_reaped(tmp_path: Path) -> None:
+    with mesh_of(tmp_path) as mesh:
+        mesh.record()
+        kill(mesh, "router")
+        kill(mesh, "decode-0/1")
+        kill(mesh, "decode-0/0")
+        mesh.read_until("error: reaped: decode-0 of epoch 3")
+        assert mesh.output.count("the report that decode-0 is reaped exited with status 2") == 1
+        mesh.read_until("decode-0 is back, start 2")
+        terminate(mesh)
+        assert mesh.wait() == 0
+    assert mesh.output.count("the report that") == 1
+
+
 def test_router_broker_and_bus_come_back_where_they_were(tmp_path: Path) -> None:
     with mesh_of(tmp_path) as mesh:
         before = mesh.record()

@@ -6,7 +6,8 @@ import pytest
 
 from stagemesh.services.broker.tickets import (
     Action,
-    Commit,
+    Close,
+    PieceSpan,
     Ticket,
     TicketBook,
     WriterOutcome,
@@ -28,8 +29,8 @@ def filling(book: TicketBook) -> Ticket:
 
 
 def kinds(actions: list[Action]) -> list[tuple[str, bool] | str]:
-    """`commit`, or whom a close tells and whether it says that nothing is in flight."""
-    return ["commit" if isinstance(a, Commit) else (a.instance.name, a.quiesced) for a in actions]
+    """`commit` or `verify`, or whom a close tells and whether it says that nothing is in flight."""
+    return [(a.instance.name, a.quiesced) if isinstance(a, Close) else type(a).__name__.lower() for a in actions]
 
 
 def test_a_ticket_knows_its_legs_and_pages() -> None:
@@ -272,3 +273,47 @@ def test_a_report_may_come_again_after_the_commit() -> None:
     assert kinds(book.report(ticket, 0, all_of(ticket, 0))) == ["commit"]
     assert book.report(ticket, 0, all_of(ticket, 0)) == []
     assert ticket.state is TicketState.COMMITTED
+
+
+def summed(ticket: Ticket, writer: int) -> WriterOutcome:
+    """As `all_of`, with a checksum a page."""
+    spans = [
+        PieceSpan(leg.target, 0, ticket.num_pages, tuple(range(100 * leg.target, 100 * leg.target + ticket.num_pages)))
+        for leg in ticket.legs
+        if leg.writer == writer
+    ]
+    return WriterOutcome(tuple(spans))
+
+
+def verifying(book: TicketBook) -> Ticket:
+    ticket = filling(book)
+    assert book.report(ticket, 1, summed(ticket, 1)) == []
+    assert kinds(book.report(ticket, 0, summed(ticket, 0))) == ["verify"]
+    assert ticket.state is TicketState.FILLING
+    return ticket
+
+
+def test_what_writers_have_summed_is_verified_before_it_commits() -> None:
+    book = TicketBook("x")
+    ticket = verifying(book)
+    seen = [(check.span.target, check.layers.lo, check.layers.hi, check.span.crcs) for check in ticket.checks]
+    assert seen == [(0, 0, 1, (0, 1, 2)), (1, 1, 2, (100, 101, 102)), (1, 2, 4, (100, 101, 102))]
+    assert book.report(ticket, 0, summed(ticket, 0)) == [], "a report that comes twice asks once"
+    assert kinds(book.verified(ticket, "")) == ["commit"]
+    assert book.verified(ticket, "too late") == []
+
+
+def test_a_mismatch_fails_the_ticket_with_its_reason_and_its_pages_are_free_at_once() -> None:
+    book = TicketBook("x")
+    ticket = verifying(book)
+    assert kinds(book.verified(ticket, "page 3 is not what was sent")) == [("p", False), ("d", False), ("d", True)]
+    assert (ticket.state, ticket.reason, ticket.lost) == (TicketState.CLOSED, "page 3 is not what was sent", True)
+    assert len(book) == 0
+
+
+def test_a_ticket_that_fails_while_it_is_verified_stays_failed() -> None:
+    book = TicketBook("x")
+    ticket = verifying(book)
+    assert kinds(book.fail(ticket, "aborted")) == [("p", False), ("d", False), ("d", True)]
+    assert book.verified(ticket, "") == []
+    assert ticket.state is TicketState.CLOSED

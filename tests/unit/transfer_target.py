@@ -3,11 +3,12 @@
 python transfer_target.py BACKEND NUM_BYTES
 -> endpoint address length
 "digest OFFSET LENGTH" -> sha256, "only OFFSET LENGTH" -> the byte that all of it is, or -1,
-"count" -> bytes that are not 0, "clear" -> ok, "revoke" -> ok, end of input -> exit
+"count" -> bytes that are not 0, "clear" -> ok, "revoke" -> ok, "read_out" -> ok, end of input -> exit
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import signal
@@ -85,6 +86,9 @@ class TargetProcess:
         """Ends the registration."""
         assert self.ask("revoke") == "ok"
 
+    def read_out(self) -> None:
+        assert self.ask("read_out") == "ok"
+
     def stop(self) -> None:
         """Stops every thread of the process, and returns once they have stopped."""
         self.process.send_signal(signal.SIGSTOP)
@@ -115,6 +119,9 @@ def main() -> None:
                 print(int(part[0]) if bool((part == part[0]).all()) else -1, flush=True)
             case ["count"]:
                 print(int(torch.count_nonzero(memory)), flush=True)
+            case ["read_out"]:
+                asyncio.run(endpoint.read_out())
+                print("ok", flush=True)
             case ["clear"]:
                 memory.zero_()
                 print("ok", flush=True)

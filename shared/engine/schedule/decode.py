@@ -124,6 +124,12 @@ class DecodeScheduler:
         """The pages that were asked back may be written to, or it is not known whether they may."""
         self._memory.keep(ticket_id)
 
+    def reserved_pages(self, ticket_id: str) -> tuple[int, ...]:
+        """Where the KV of the ticket's prompt is to arrive; nothing once that has ended."""
+        sequence = self.sequences.of_ticket(ticket_id)
+        reserved = sequence is not None and sequence.state is SequenceState.RESERVED
+        return tuple(sequence.pages) if sequence is not None and reserved else ()
+
     def commit(self, ticket_id: str) -> bool:
         """All KV of the ticket is here. False if nobody wants it any more."""
         self._core.prove_quiescent(ticket_id)

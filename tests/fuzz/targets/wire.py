@@ -163,7 +163,7 @@ class Head:
     def _refuse(self, request: Any, context: Any) -> None:
         raise AssertionError("no broker asks a head for that")
 
-    Session = Adjust = FlushCache = PrepareStructure = _refuse
+    Session = Adjust = FlushCache = PrepareStructure = ReadOut = VerifyPages = _refuse
 
     async def ReservePages(self, request: instance_pb2.ReservePagesRequest, context: Any) -> Any:  # noqa: N802
         return instance_pb2.ReservePagesReply(pages=to_bytes([1, 2]))
