@@ -19,7 +19,6 @@ from stagemesh.shared.pb import generator_pb2
 from stagemesh.shared.rpc.client import Client
 from tests.bench.structured import run
 from tests.mesh.test_exact_tiny import CHUNK, PAGE
-from tests.mesh.test_recovery import UNPROVEN
 from tests.support.client import GENERATOR, Answer, generate, token_request
 from tests.support.running import RunningMesh, running_mesh
 from tests.support.schemas import SCHEMAS
@@ -93,7 +92,7 @@ def test_answers_match_and_are_the_same_when_their_instance_is_lost(tmp_path: Pa
                 await generate(client, token_request([5], 9, json_schema='{"items": {"not": {}}}'))
         await mesh.until_back("decode-0")
         await mesh.until_instances(3)
-        await mesh.check_idle(but=UNPROVEN)
+        await mesh.check_idle()
 
     sizes = ["--page-size", str(PAGE), "--chunk-size", str(CHUNK), "--num-pages", "400", "--max-running", "16"]
     options = ["--model", str(model), "--dtype", "float64", *sizes, "--decode-instances", "2"]

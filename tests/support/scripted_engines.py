@@ -74,7 +74,9 @@ class ScriptedBroker:
 class PrefillScript:
     """The first token, at once."""
 
-    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = PrepareStructure = ReadOut = VerifyPages = staticmethod(_refuse)
+    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = PrepareStructure = ReadOut = VerifyPages = (
+        staticmethod(_refuse)
+    )
 
     def __init__(self, token_ids: list[int]) -> None:
         self._first = token_ids[-1]
@@ -91,7 +93,9 @@ class PrefillScript:
 class DecodeScript:
     """A token for each live sequence, step after step."""
 
-    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = PrepareStructure = ReadOut = VerifyPages = staticmethod(_refuse)
+    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = PrepareStructure = ReadOut = VerifyPages = (
+        staticmethod(_refuse)
+    )
 
     def __init__(self, token_ids: list[int], num_streams: int, pace: float) -> None:
         self._token_ids, self._num_streams = token_ids, num_streams

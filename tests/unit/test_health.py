@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from stagemesh.shared.errors import Bug
-from stagemesh.shared.obs.log import configure
+from stagemesh.shared.obs.log import Log
 from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.notify_socket import NotifySocket
 from stagemesh.shared.runtime.silence import LOOKS, Silence
@@ -20,6 +21,8 @@ from stagemesh.shared.stage import forward
 from stagemesh.shared.stage.forward import ForwardThread
 from stagemesh.shared.stage.health import Health
 from stagemesh.shared.stage.step_clock import WARM_UP_STEPS, StepClock
+
+LOG = Log(logging.getLogger("stagemesh.test"))
 
 
 def test_a_stage_whose_step_stands_still_serves_no_more_and_asks_to_be_killed(tmp_path: Path) -> None:
@@ -36,7 +39,7 @@ def test_a_stage_whose_step_stands_still_serves_no_more_and_asks_to_be_killed(tm
 
         clock.begin(1, time.monotonic() - 1000.0)
         with pytest.raises(Bug, match="makes no progress: a step of 1 tokens has run for 1000"):
-            await Health(node, notifier, stuck, configure("test")).watch()
+            await Health(node, notifier, stuck, LOG).watch()
         received = listener.receive()
         assert received is not None
         assert (said, received[1]) == (["not serving"], {"WATCHDOG": "trigger"})

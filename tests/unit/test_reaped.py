@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import subprocess
 import sys
@@ -15,11 +16,13 @@ from stagemesh.shared.config import build_config, dump_toml
 from stagemesh.shared.config.local import LocalLayout, local_document
 from stagemesh.shared.core.identity import InstanceRef
 from stagemesh.shared.errors import Retryable
-from stagemesh.shared.obs.log import configure
+from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import broker_pb2
 from stagemesh.shared.rpc.broker import BROKER
 from stagemesh.shared.rpc.server import Server
 from stagemesh.shared.stage.reaped import note_epoch, noted_epoch, report_reaped
+
+LOG = Log(logging.getLogger("stagemesh.test"))
 
 
 class Broker:
@@ -69,7 +72,7 @@ def test_the_epoch_that_the_stage_has_noted_is_reported(tmp_path: Path) -> None:
         await server.start(config_in(tmp_path).broker.listen)
         assert await command(tmp_path, "--instance", "prefill-0", "--rank", "1") == (0, "")
         assert broker.reports == []  # it never had one: there is nothing to be fenced
-        note_epoch(tmp_path, "prefill-0", 1, 7, configure("test"))
+        note_epoch(tmp_path, "prefill-0", 1, 7, LOG)
         assert noted_epoch(tmp_path, "prefill-0", 1) == 7
         assert (await command(tmp_path, "--stage", "prefill-0:1"))[0] == 0
         assert (await command(tmp_path, "--instance", "prefill-0", "--epoch", "8"))[0] == 0
@@ -97,6 +100,6 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, options: tuple[str, ...
 def test_a_broker_that_is_away_is_waited_for_up_to_a_bound(tmp_path: Path) -> None:
     async def run() -> None:
         with pytest.raises(Retryable, match=r"that prefill-0@3 is reaped was not reported within 0\.2 s"):
-            await report_reaped(config_in(tmp_path), InstanceRef("prefill-0", 3), None, configure("test"), 0.2)
+            await report_reaped(config_in(tmp_path), InstanceRef("prefill-0", 3), None, LOG, 0.2)
 
     asyncio.run(run())
