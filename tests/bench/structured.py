@@ -3,7 +3,8 @@
     structured.py [--answers 500] [--concurrency 32] [--model smollm2] [--rounds 2]
 
 Each round asks for its share of the answers twice: by schema, then freely, each as many tokens as the structured answer
-had, so that what else the host does meets both alike. Every structured answer that has ended by itself is validated.
+had. Every structured answer is validated. It costs a row more than a free one, whose end is known before it comes: of
+answers of 13 tokens that alone is 7%.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from stagemesh.shared.pb import generator_pb2
 from stagemesh.shared.rpc.client import Client
 from tests.support.client import GENERATOR, Answer, generate
 from tests.support.running import running_mesh
-from tests.support.schemas import SCHEMAS
+from tests.support.schemas import RECORDS as SCHEMAS
 
-ROOM = 120  # tokens: more than any of the schemas can take
+ROOM = 160  # tokens: more than any of the schemas can take
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,3 +43,14 @@ SCHEMAS: Final[tuple[Schema, ...]] = (
     _object({"when": {"type": "string", "pattern": "^[0-2][0-9]:[0-5][0-9]$"}, "open": FLAG}),
     _object({"matrix": _list(_list(DIGIT, 2, 2), 1, 2)}),
 )
+
+
+def record_of(schema: Schema) -> Schema:
+    """An object with an answer to `schema` in it, as long as those that people ask for."""
+    inner = {key: value for key, value in schema.items() if key != "$defs"}
+    note = {"type": "string", "minLength": 40, "maxLength": 60}
+    fields = {"id": {"type": "integer", "minimum": 0, "maximum": 9999}, "note": note, "value": inner}
+    return {**_object(fields), "$defs": schema.get("$defs", {})}
+
+
+RECORDS: Final = tuple(map(record_of, SCHEMAS))
