@@ -32,7 +32,8 @@ from tests.support.running import RunningMesh, running_mesh
 from tests.support.scrape import Scrape, fetch
 
 VOCAB = 32768
-TRACED_S = 0.1
+TRACED_S = (0.01, 0.3)  # the first recording loads the profiler, at another time on each stage
+TRACE_AT_S = 0.003  # after the start, for each token of an answer
 SAMPLE_AT = (0.45, 0.75)  # of the time that a round takes
 
 
@@ -51,15 +52,16 @@ async def recorded(mesh: RunningMesh, at_s: float, folder: Path) -> None:
     await asyncio.sleep(at_s)
     stages = {name: address for name, address in (await mesh.peers()).items() if name.startswith("decode")}
 
-    async def one(name: str, address: str) -> None:
+    async def one(name: str, address: str, seconds: float) -> None:
         async with Client(address, INSPECT) as client:
-            request = inspect_pb2.ProfileRequest(seconds=TRACED_S)
+            request = inspect_pb2.ProfileRequest(seconds=seconds)
             reply = await client.call("Profile", request, timeout_s=60)
         shutil.copy(reply.path, folder / f"{name.replace('/', '-')}.json")
 
-    async with asyncio.TaskGroup() as group:
-        for name, address in stages.items():
-            group.create_task(one(name, address))
+    for seconds in TRACED_S:
+        async with asyncio.TaskGroup() as group:
+            for name, address in stages.items():
+                group.create_task(one(name, address, seconds))
 
 
 async def one_round(mesh: RunningMesh, load: Load, after_s: list[float]) -> tuple[Any, Any]:
@@ -189,7 +191,7 @@ async def measure_all(mesh: RunningMesh, options: argparse.Namespace) -> None:
         num_prompts, input_len, output_len = (int(part) for part in options.loads.split(",")[0].split("x"))
         work = Workload(num_prompts, input_len, output_len, VOCAB, options.range_ratio, seed=99)
         async with asyncio.TaskGroup() as group:
-            group.create_task(recorded(mesh, output_len * 0.005, options.trace))
+            group.create_task(recorded(mesh, output_len * TRACE_AT_S, options.trace))
             await measure(Load(mesh.router, work, min(options.clients, num_prompts), None, 300.0))
     await mesh.check_idle()
 
