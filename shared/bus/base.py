@@ -20,12 +20,14 @@ Watcher = Callable[[bool], None]
 @dataclass(frozen=True, slots=True)
 class BusStats:
     """`num_dropped` messages were never sent; `num_slow` times the server or the client threw away what we did not
-    read in time; `num_queued` wait in the outbox."""
+    read in time; `num_queued` wait in the outbox; `num_refused` times the server did not allow what this process asked
+    for."""
 
     connected: bool
     num_queued: int = 0
     num_dropped: int = 0
     num_slow: int = 0
+    num_refused: int = 0
     num_reconnects: int = 0
 
 

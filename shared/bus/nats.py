@@ -8,6 +8,7 @@ All of nats-py's errors become Retryable here, or a count where nobody waits for
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -17,11 +18,13 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.kv import KeyValue
 
+from stagemesh.shared.bus.access import FIELD, NOBODY, BusAccess
 from stagemesh.shared.bus.base import BusStats, Handler, Watcher
 from stagemesh.shared.bus.outbox import MAX_QUEUED, Outbox
-from stagemesh.shared.errors import Retryable
+from stagemesh.shared.bus.roles import EPOCH_BUCKET
+from stagemesh.shared.errors import Rejected, Retryable
+from stagemesh.shared.obs.log import Log
 
-EPOCH_BUCKET = "stagemesh_epochs"
 MAX_PENDING_MESSAGES = 4096
 MAX_PENDING_BYTES = 8 << 20
 CLOSE_TIMEOUT_S = 1.0
@@ -29,6 +32,7 @@ CLOSE_TIMEOUT_S = 1.0
 PING_INTERVAL_S = 5
 # any number of rivals at one instance's epoch lose at most one race each a round
 MAX_RACES = 64
+_PERMISSIONS, _AUTHORIZATION = "permissions violation", "authorization violation"
 _FOREIGN = (nats.errors.Error, OSError)  # a TimeoutError is an OSError
 
 
@@ -40,12 +44,14 @@ async def open_nats_bus(
     connect_timeout_s: float,
     max_queued: int = MAX_QUEUED,
     watcher: Watcher | None = None,
+    access: BusAccess = NOBODY,
+    log: Log | None = None,
 ) -> AsyncIterator[NatsBus]:
     """A connected bus, closed at the end. `name` is what the server's monitoring shows.
 
-    Raises Retryable if no server answers within `connect_timeout_s`.
+    Raises Retryable if no server answers within `connect_timeout_s`, Rejected if it does not take the password.
     """
-    bus = NatsBus(max_queued, watcher)
+    bus = NatsBus(max_queued, watcher, access, log or Log(logging.getLogger(__name__)))
     await bus.connect(url, name, connect_timeout_s)
     try:
         yield bus
@@ -56,14 +62,16 @@ async def open_nats_bus(
 class NatsBus:
     """Opened by `open_nats_bus`."""
 
-    def __init__(self, max_queued: int, watcher: Watcher | None) -> None:
+    def __init__(self, max_queued: int, watcher: Watcher | None, access: BusAccess, log: Log) -> None:
         self._client = Client()
+        self._access, self._log = access, log
         self._watcher = watcher
         self._outbox = Outbox(max_queued)
         self._bucket: KeyValue | None = None
-        self._num_slow = 0
+        self._num_slow = self._num_refused = 0
         self._num_reconnects = 0
         self._last_error: Exception | None = None
+        self._was_connected = False
 
     @property
     def stats(self) -> BusStats:
@@ -72,6 +80,7 @@ class NatsBus:
             num_queued=len(self._outbox),
             num_dropped=self._outbox.num_dropped,
             num_slow=self._num_slow,
+            num_refused=self._num_refused,
             num_reconnects=self._num_reconnects,
         )
 
@@ -87,7 +96,12 @@ class NatsBus:
                     reconnect_time_wait=1,
                     max_reconnect_attempts=-1,
                     ping_interval=PING_INTERVAL_S,
+                    **self._access.options(url),
                 )
+            self._was_connected = True
+        except Rejected:
+            await self._client.close()
+            raise
         except _FOREIGN as error:
             await self._client.close()
             cause = self._last_error or error
@@ -125,7 +139,8 @@ class NatsBus:
                 pending_msgs_limit=MAX_PENDING_MESSAGES,
                 pending_bytes_limit=MAX_PENDING_BYTES,
             )
-            await self._client.flush()  # the server has it: what is published from now on arrives
+            for _ in range(2):  # the server has it: what is published from now on arrives
+                await self._client.flush()  # the first may be answered by what is left from connecting with a user
         except _FOREIGN as error:
             raise Retryable(f"cannot subscribe to {pattern}: {error!r}") from error
 
@@ -168,8 +183,18 @@ class NatsBus:
         self._last_error = error
         if isinstance(error, nats.errors.SlowConsumerError):
             self._num_slow += 1
+        if any(said in str(error).lower() for said in (_PERMISSIONS, _AUTHORIZATION)):
+            self._num_refused += 1
+            self._log.warning("the NATS server refuses this process", role=self._access.role, error=str(error))
+        if not self._was_connected and _AUTHORIZATION in str(error).lower():  # or the library would try for ever
+            raise Rejected(FIELD, f"the server does not take the user {self._access.role or '(none)'}")
 
     async def _on_disconnected(self) -> None:
+        if "tls" in self._client.options:
+            try:
+                self._client.options["tls"] = self._access.context()
+            except Rejected as error:
+                self._log.warning("changed files are not taken: the last good ones stay", error=str(error))
         if self._watcher is not None:
             self._watcher(False)
 

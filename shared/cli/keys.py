@@ -17,10 +17,13 @@ NameArgument = Annotated[str, typer.Argument(help="Of the client: it goes into l
 
 def register(app: typer.Typer) -> None:
     """Adds the commands to `app`."""
-    keys = typer.Typer(help="Make and take away API keys.", no_args_is_help=True)
+    keys = typer.Typer(
+        help="Make and take away API keys, and the passwords of the roles on NATS.", no_args_is_help=True
+    )
     keys.command("add", help="Make a key, and print it this once.")(add)
     keys.command("remove", help="Take all keys of a client away.")(remove)
     keys.command("list", help="Show the clients.")(list_)
+    keys.command("nats", help="Make passwords for the roles on NATS, in files.")(nats)
     app.add_typer(keys, name="keys")
 
 
@@ -53,6 +56,28 @@ def list_(file: KeysFileOption) -> None:
 
     for client in parse_keys("\n".join(_lines(file))).values():
         print(f"{client.name}  keys {len(client.keys)}  weight {client.weight:g}")
+
+
+def nats(
+    directory: Annotated[Path, typer.Argument(help="nats.credentials_dir: a file for each role, and passwords.conf.")],
+) -> None:
+    """Roles that have a password keep it: to change one, remove its file first. The server takes it at its reload."""
+    import secrets
+
+    from stagemesh.shared.bus.access import read_password
+    from stagemesh.shared.bus.roles import ROLES, render_passwords
+    from stagemesh.shared.runtime.rundir import write_atomically
+
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for role in ROLES:
+            if not (directory / role).exists():
+                write_atomically(directory / role, f"{secrets.token_urlsafe(32)}\n")
+        passwords = {role: read_password(directory / role) for role in ROLES}
+        write_atomically(directory / "passwords.conf", render_passwords(passwords))
+    except OSError as error:
+        raise Rejected("directory", f"cannot write into {directory}: {error.strerror}") from error
+    print(f"{directory}: {', '.join(ROLES)}")
 
 
 def _lines(file: Path) -> list[str]:

@@ -84,8 +84,8 @@ def _stage(stage: str | None, instance: str | None, rank: int | None) -> tuple[s
 
 def _serve(service: ServiceName, path: Path, instance: str | None = None, pp_rank: int | None = None) -> None:
     from stagemesh.shared.config import load_config
-    from stagemesh.shared.runtime.plan import ENTRIES, find_process, load_entry
+    from stagemesh.shared.runtime.plan import ENTRIES, find_process, run_entry
 
     config = load_config(path, os.environ)
     spec = find_process(config, service, instance, pp_rank)
-    load_entry(ENTRIES[service])(config, spec.instance, spec.pp_rank)
+    run_entry(ENTRIES[service], config, spec.instance, spec.pp_rank)

@@ -25,17 +25,23 @@ def find_nats_server() -> str:
     return found
 
 
-def run_nats_server(binary: str, store_dir: Path, mesh: str, port: str = "-1") -> None:
+def run_nats_server(binary: str, store_dir: Path, mesh: str, port: str = "-1", config_file: Path | None = None) -> None:
     """Becomes the server: loopback only, `port` or any free one, JetStream in `store_dir`. Does not return."""
     # the default of one log line with a time is for files; ours are prefixed by the supervisor
     arguments = ["-a", "127.0.0.1", "-p", port, "-n", f"stagemesh-{mesh}", "-js", "-sd", str(store_dir)]
-    os.execv(binary, [binary, *arguments])
+    config = [] if config_file is None else ["-c", str(config_file)]
+    os.execv(binary, [binary, *config, *arguments])
 
 
 def listen_address(line: str) -> str | None:
     """host:port, if this line of its log says so."""
     match = _LISTENING.search(line)
     return match["address"] if match else None
+
+
+def says_refusal(line: str) -> bool:
+    """It has turned a client down, or what a client asked for. One that only looks whether it is there is none."""
+    return "[ERR]" in line and not line.endswith(("EOF", "connection reset by peer"))
 
 
 def says_ready(line: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -66,6 +67,13 @@ def parse_stage(text: str) -> tuple[str, int]:
     if not (separator and instance and rank.isdecimal()):
         raise Rejected("stage", f"expected instance:rank, such as decode-0:1; got {text!r}")
     return instance, int(rank)
+
+
+def run_entry(target: str, config: Config, instance: str | None, pp_rank: int | None) -> None:
+    """Runs the service that `module:name` names, in this process, until it is told to stop."""
+    if config.tls.is_on:  # whose handshake a server has refused, and why, is known to the library alone
+        os.environ.setdefault("GRPC_VERBOSITY", "INFO")
+    load_entry(target)(config, instance, pp_rank)
 
 
 def load_entry(target: str) -> Entry:

@@ -11,9 +11,10 @@ import msgspec
 from stagemesh.shared.config import dump_toml
 from stagemesh.shared.runtime.child import Child
 from stagemesh.shared.runtime.children import Children
+from stagemesh.shared.runtime.nats_config import NatsFiles
 from stagemesh.shared.runtime.nats_server import NATS_SPEC, find_nats_server, run_nats_server
 from stagemesh.shared.runtime.options import UpOptions
-from stagemesh.shared.runtime.plan import ProcessSpec, load_entry, service_processes
+from stagemesh.shared.runtime.plan import ProcessSpec, run_entry, service_processes
 from stagemesh.shared.runtime.reports import Reports
 from stagemesh.shared.runtime.rundir import write_atomically
 
@@ -39,19 +40,20 @@ class Starter:
         self._notify_path, self._own_fds = notify_path, own_fds
         self._on_output, self._listen = on_output, listen
         self.config = options.config
+        self.nats_files = NatsFiles(options.config)
 
     def bus(self, port: str = "-1") -> None:
         """The NATS server, unless the config names one."""
         if self.config.nats.url and NATS_SPEC.name not in self._children.names:
             return
         store = Path(self.config.mesh.run_dir) / "nats"
-        binary, mesh = find_nats_server(), self.config.mesh.name
-        self._fork(NATS_SPEC, lambda: run_nats_server(binary, store, mesh, port))
+        binary, mesh, file = find_nats_server(), self.config.mesh.name, self.nats_files.write()
+        self._fork(NATS_SPEC, lambda: run_nats_server(binary, store, mesh, port, file))
 
     def services(self) -> None:
         """Everything else; the effective config is in the run dir from now on."""
         if (bus := self._children.get(NATS_SPEC.name)) is not None:
-            nats = msgspec.structs.replace(self.config.nats, url=f"nats://{bus.address}")
+            nats = msgspec.structs.replace(self.config.nats, url=self.nats_files.url(bus.address))
             self.config = msgspec.structs.replace(self.config, nats=nats)
         metrics = msgspec.structs.replace(self.config.metrics, port=0)  # one port cannot serve them all
         self.config = msgspec.structs.replace(self.config, metrics=metrics)
@@ -75,12 +77,12 @@ class Starter:
         """Tells the broker, without waiting for that."""
         config, target = self.config, self._options.reaped
         if target:
-            tell = lambda: load_entry(target)(config, instance, epoch)  # noqa: E731 (it is imported in the child only)
+            tell = lambda: run_entry(target, config, instance, epoch)  # noqa: E731 (it is imported in the child only)
             self._reports.fork(instance, tell, self._options.child_environ, self._own_fds())
 
     def _service(self, spec: ProcessSpec) -> Callable[[], None]:
         config, target = self.config, self._options.entries[spec.service]
-        return lambda: load_entry(target)(config, spec.instance, spec.pp_rank)
+        return lambda: run_entry(target, config, spec.instance, spec.pp_rank)
 
     def _fork(self, spec: ProcessSpec, run: Callable[[], None]) -> None:
         watchdog = {"WATCHDOG_USEC": str(round(self._options.watchdog_s * 1e6))}

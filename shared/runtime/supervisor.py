@@ -28,6 +28,7 @@ from stagemesh.shared.runtime.nats_server import (
     NATS_SPEC,
     listen_address,
     says_ready,
+    says_refusal,
 )
 from stagemesh.shared.runtime.notify_socket import NotifySocket
 from stagemesh.shared.runtime.options import UpOptions, preload
@@ -133,7 +134,8 @@ class Supervisor:
         if self._drain is not None:
             return self._drain.deadline
         if self._phase is Phase.SERVING:
-            due = (self._restarts.deadline(time.monotonic()), self._watch.deadline_s())
+            now = time.monotonic()
+            due = (self._restarts.deadline(now), self._watch.deadline_s(), self._starter.nats_files.deadline(now))
             return min((at for at in due if at is not None), default=None)
         return self._deadline if self._phase in (Phase.STARTING_BUS, Phase.STARTING) else None
 
@@ -170,6 +172,7 @@ class Supervisor:
         if child.spec is not NATS_SPEC:
             self._report.output(child.spec.name, lines)
             return
+        self._report.output(child.spec.name, [line for line in lines if says_refusal(line)])
         for line in lines:
             child.address = listen_address(line) or child.address
             child.is_ready = child.is_ready or says_ready(line)
@@ -215,6 +218,7 @@ class Supervisor:
         elif self._phase is Phase.SERVING:
             self._kill_stuck(now)
             self._restart(now)
+            self._starter.nats_files.look(self._children.get(NATS_SPEC.name))
         elif self._phase in (Phase.STARTING_BUS, Phase.STARTING) and now >= self._deadline:
             late = [child for child in self._children if not child.is_ready]
             names = ", ".join(f"{child.spec.name} ({child.status})" for child in late)

@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from typing import Final
 
+from stagemesh.shared.bus.access import bus_access
 from stagemesh.shared.bus.base import Bus
 from stagemesh.shared.bus.nats import open_nats_bus
 from stagemesh.shared.bus.presence import Presence, PresenceEvent, announce
 from stagemesh.shared.config import Config
 from stagemesh.shared.core.directory import InstanceInfo
+from stagemesh.shared.errors import Retryable
+from stagemesh.shared.obs.log import Log
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.runtime.backoff import retry
 from stagemesh.shared.runtime.service import Child
+from stagemesh.shared.security.material import Material
 from stagemesh.shared.stage.head import Head
 from stagemesh.shared.stage.membership import Membership
 
+ROLE: Final = "stage"  # its user on the bus
 
-async def new_epoch(stack: AsyncExitStack, config: Config, instance: str) -> tuple[Bus, int]:
+
+async def new_epoch(
+    stack: AsyncExitStack, config: Config, instance: str, material: Material | None, log: Log
+) -> tuple[Bus, int]:
     """A bus, closed with `stack`, and the number of this start. Waits while there is no NATS server."""
+    access = bus_access(config.nats, ROLE, material, config.tls.server_name)
 
     async def connect() -> Bus:
         nats = config.nats
-        opening = open_nats_bus(nats.url, name=instance, connect_timeout_s=nats.connect_timeout_s)
-        return await stack.enter_async_context(opening)
+        timeout_s = nats.connect_timeout_s
+        opening = open_nats_bus(nats.url, name=instance, connect_timeout_s=timeout_s, access=access, log=log)
+        try:
+            return await stack.enter_async_context(opening)
+        except Retryable as error:
+            log.warning("waiting for the NATS server", error=str(error))
+            raise
 
     bus = await retry(connect)
     return bus, await retry(lambda: bus.next_epoch(instance))

@@ -169,7 +169,7 @@ class StageService:
         assert self._connector is not None
         epoch = None
         if parts.first:
-            bus, epoch = await new_epoch(stack, self._config, self._instance.name)
+            bus, epoch = await new_epoch(stack, self._config, self._instance.name, self._access.material, self._log)
         upstream = Upstream(epoch, ()) if epoch is not None else await self._connector.upstream
         spec, next_stage = None, None
         if self._instance.pp_size > 1:

@@ -39,6 +39,7 @@ class Authority:
     """Signs for loopback."""
 
     def __init__(self, name: str) -> None:
+        name = f"{name} authority"
         key = ec.generate_private_key(ec.SECP256R1())
         self._own = Issued(_build(name, key, name, key, VALID, authority=True), key)
         self._name = name

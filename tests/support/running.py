@@ -16,6 +16,7 @@ from typing import Any
 
 from stagemesh.shared.pb import inspect_pb2
 from stagemesh.shared.rpc.client import Client
+from stagemesh.shared.rpc.dial import PLAIN, Dial
 from stagemesh.shared.rpc.inspect import INSPECT
 from tests.support.mesh import ROOT, wait_gone
 
@@ -27,8 +28,11 @@ SETTLE_LIMIT_S = 60.0
 class RunningMesh:
     """Ready to serve. `output` is what it has said on stderr so far."""
 
-    def __init__(self, process: subprocess.Popen[str], ready_file: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], ready_file: Path, router_dial: Dial = PLAIN, peer_dial: Dial = PLAIN
+    ) -> None:
         self.process = process
+        self._router_dial, self._peer_dial = router_dial, peer_dial
         self.output: list[str] = []
         self.record: dict[str, Any] = {}
         self._ready_file = ready_file
@@ -65,15 +69,18 @@ class RunningMesh:
         return {process["name"]: process["pid"] for process in self.record["processes"]}
 
     async def peers(self) -> dict[str, str]:
-        async with Client(self.router, INSPECT) as client:
+        async with Client(self.router, INSPECT, dial=self._router_dial) as client:
             reply = await client.call("Peers", inspect_pb2.PeersRequest(), timeout_s=10)
         return {peer.name: peer.address for peer in reply.peers}
+
+    def _dial_of(self, name: str) -> Dial:
+        return self._router_dial if name == "router" else self._peer_dial
 
     async def check(self) -> dict[str, inspect_pb2.CheckReply]:
         """Every process's own word on its invariants. Fails where one does not hold."""
         replies = {}
         for name, address in (await self.peers()).items():
-            async with Client(address, INSPECT) as client:
+            async with Client(address, INSPECT, dial=self._dial_of(name)) as client:
                 replies[name] = await client.call("Check", inspect_pb2.CheckRequest(), timeout_s=10)
         assert all(reply.ok for reply in replies.values()), {n: r.violation for n, r in replies.items() if not r.ok}
         return replies
@@ -109,7 +116,7 @@ class RunningMesh:
 
     async def until_instances(self, count: int) -> None:
         """Returns when the router can talk to so many. Each round asks it, which takes its time: no wait of our own."""
-        async with asyncio.timeout(START_LIMIT_S), Client(self.router, INSPECT) as client:
+        async with asyncio.timeout(START_LIMIT_S), Client(self.router, INSPECT, dial=self._router_dial) as client:
             while (await self._gauges(client))["instances"] != count:
                 assert self.process.poll() is None, self.said
 
@@ -120,8 +127,8 @@ class RunningMesh:
 
     async def spans(self) -> list[dict[str, Any]]:
         spans = []
-        for address in (await self.peers()).values():
-            async with Client(address, INSPECT) as client:
+        for name, address in (await self.peers()).items():
+            async with Client(address, INSPECT, dial=self._dial_of(name)) as client:
                 reply = await client.call("Trace", inspect_pb2.TraceRequest(), timeout_s=10)
             spans += json.loads(reply.spans)
         return spans
@@ -149,6 +156,8 @@ def running_mesh(
     *options: str,
     environ: Mapping[str, str] | None = None,
     module: str = "stagemesh.shared.cli.main",
+    router_dial: Dial = PLAIN,
+    peer_dial: Dial = PLAIN,
 ) -> Iterator[RunningMesh]:
     """`stagemesh up` with `options`, ready at the start of the block and stopped at its end; `module` runs it."""
     ready_file = tmp_path / "ready.json"
@@ -166,7 +175,7 @@ def running_mesh(
         stderr=subprocess.PIPE,
         text=True,
     )
-    mesh = RunningMesh(process, ready_file)
+    mesh = RunningMesh(process, ready_file, router_dial, peer_dial)
     try:
         mesh.wait_ready()
         yield mesh
