@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Annotated
 
 import typer
 
 from stagemesh.shared.security.client_files import ClientFiles
+
+_FILES: ContextVar[ClientFiles] = ContextVar("client files", default=ClientFiles())  # noqa: B039 - it is frozen
+"""Set before a command begins, and never again: what the library calls a command's context is another for each."""
 
 
 def register(app: typer.Typer) -> None:
@@ -15,7 +19,6 @@ def register(app: typer.Typer) -> None:
 
 
 def remember(
-    context: typer.Context,
     api_key_file: Annotated[
         str, typer.Option(envvar="STAGEMESH_API_KEY_FILE", help="Has the API key. Or $STAGEMESH_API_KEY is it.")
     ] = "",
@@ -31,13 +34,9 @@ def remember(
     ] = "",
 ) -> None:
     """Serves large language models with prefill and decode on separate pipelines of stages."""
-    context.obj = ClientFiles(api_key_file, ca_file, cert_file, key_file, server_name)
+    _FILES.set(ClientFiles(api_key_file, ca_file, cert_file, key_file, server_name))
 
 
 def client_files() -> ClientFiles:
     """Of the command that runs."""
-    import click
-
-    context = click.get_current_context(silent=True)
-    found = None if context is None else context.find_root().obj
-    return found if isinstance(found, ClientFiles) else ClientFiles()
+    return _FILES.get()

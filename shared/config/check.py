@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from stagemesh.shared.config.address import Address, parse_address
 from stagemesh.shared.config.exposure import check_exposure
 from stagemesh.shared.config.hosts import LOCAL_HOST, host_of, is_wildcard, listen_address, mesh_hosts, stage_hosts
 from stagemesh.shared.config.sections import Config, InstanceSection
 from stagemesh.shared.errors import Rejected
+
+RESERVED_NAMES: Final = ("admin", "events")
+"""A mesh of that name could not be told from the subjects that no stage may use (shared/bus/roles.py)."""
 
 
 def check_config(config: Config) -> None:
@@ -18,6 +22,8 @@ def check_config(config: Config) -> None:
     """
     if not config.mesh.run_dir.startswith("/"):
         raise Rejected("mesh.run_dir", f"must be an absolute path, got {config.mesh.run_dir!r}")
+    if config.mesh.name in RESERVED_NAMES:
+        raise Rejected("mesh.name", f"{config.mesh.name!r} is a word of the bus's subjects; take another name")
     if config.nats.url and not config.nats.url.startswith(("nats://", "tls://")):
         raise Rejected("nats.url", f"must start with nats:// or tls://, got {config.nats.url!r}")
     _check_addresses(config)

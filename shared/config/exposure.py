@@ -1,7 +1,7 @@
 """What a deployment shows to the network, and what that asks for. Pure.
 
-Loopback and unix sockets are for this host. Whatever else listens needs TLS, the router API keys too, and the transfer
-engine a network of its own; `mesh.insecure` takes it all as it is.
+Loopback and unix sockets are for this host. Whatever else listens needs TLS, the router API keys too, metrics and the
+transfer engine a network of their own; `mesh.insecure` takes it all as it is.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ def check_exposure(config: Config, listeners: Iterable[tuple[str, Address]]) -> 
     if config.mesh.insecure:
         return
     if not config.tls.is_on:
-        metrics = Address(host=config.metrics.host, port=config.metrics.port)
-        for field, address in [*listeners, *([("metrics.host", metrics)] if config.metrics.enabled else [])]:
+        for field, address in listeners:
             if not address.is_private:
                 raise Rejected(field, f"{address} can be reached from other hosts: {_TLS}, {REMEDY}")
     if not (parse_address(config.router.listen, "router.listen").is_private or config.auth.keys_file):
         said = f"{config.router.listen} can be reached from other hosts by anybody"
         raise Rejected("router.listen", f"{said}: set auth.keys_file (`stagemesh keys add` makes it), {REMEDY}")
+    metrics = config.metrics
+    if metrics.enabled and not (is_loopback(metrics.host) or metrics.private_network):
+        said = "metrics are plain HTTP, and this host can be reached from others"
+        remedy = "once only those reach it who may read them, set metrics.private_network = true"
+        raise Rejected("metrics.host", f"{metrics.host}: {said}: {remedy}, {REMEDY}")
     for host in [] if config.transfer.private_network else sorted(transfer_hosts(config)):
         if not is_loopback(host):
             said = "the transfer engine asks nobody who he is, and this host can be reached from others"

@@ -130,11 +130,13 @@ class TransferSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 class MetricsSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where a process serves its Prometheus metrics, at /metrics. Port 0 means any free port, which its log tells;
-    under `stagemesh up` every process has one of its own."""
+    under `stagemesh up` every process has one of its own. It is plain HTTP and asks nobody who he is: off loopback
+    `private_network` must say that only hosts that may read them reach it."""
 
     enabled: bool = True
     host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    private_network: bool = False
 
 
 class OtelSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +12,7 @@ from stagemesh.shared.bus.access import read_password
 from stagemesh.shared.bus.roles import ROLES, render_roles
 from stagemesh.shared.config import Config, TlsSection
 from stagemesh.shared.runtime.child import Child
+from stagemesh.shared.runtime.nats_server import find_nats_server, run_nats_server
 from stagemesh.shared.runtime.rundir import write_atomically
 from stagemesh.shared.security.reloaded import Signature, signature
 
@@ -22,6 +24,12 @@ class NatsFiles:
 
     def __init__(self, config: Config) -> None:
         self._config, self._seen = config, self._signature(config)
+
+    def server(self, port: str) -> Callable[[], None]:
+        """What becomes the server, on `port` or, for -1, any free one. Raises Rejected."""
+        binary, file = find_nats_server(), self.write()
+        store = Path(self._config.mesh.run_dir) / "nats"
+        return lambda: run_nats_server(binary, store, self._config.mesh.name, port, file)
 
     def write(self) -> Path | None:
         """In the run dir, for this user only: it has the passwords. Raises Rejected if one cannot be read."""

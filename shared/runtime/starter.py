@@ -12,7 +12,7 @@ from stagemesh.shared.config import dump_toml
 from stagemesh.shared.runtime.child import Child
 from stagemesh.shared.runtime.children import Children
 from stagemesh.shared.runtime.nats_config import NatsFiles
-from stagemesh.shared.runtime.nats_server import NATS_SPEC, find_nats_server, run_nats_server
+from stagemesh.shared.runtime.nats_server import NATS_SPEC
 from stagemesh.shared.runtime.options import UpOptions
 from stagemesh.shared.runtime.plan import ProcessSpec, run_entry, service_processes
 from stagemesh.shared.runtime.reports import Reports
@@ -46,9 +46,7 @@ class Starter:
         """The NATS server, unless the config names one."""
         if self.config.nats.url and NATS_SPEC.name not in self._children.names:
             return
-        store = Path(self.config.mesh.run_dir) / "nats"
-        binary, mesh, file = find_nats_server(), self.config.mesh.name, self.nats_files.write()
-        self._fork(NATS_SPEC, lambda: run_nats_server(binary, store, mesh, port, file))
+        self._fork(NATS_SPEC, self.nats_files.server(port))
 
     def services(self) -> None:
         """Everything else; the effective config is in the run dir from now on."""

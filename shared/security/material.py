@@ -54,14 +54,14 @@ def read_pems(files: TlsFiles) -> Pems:
         fill_context(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), files)
         if pems == _read(files):  # what was checked is what was read
             return pems
-    raise Rejected(f"{files.section}cert_file", "its files are being changed all the time")
+    raise Rejected(_field(files.section, "cert_file"), "its files are being changed all the time")
 
 
 def _read(files: TlsFiles) -> Pems:
     return Pems(
-        read_file(files.cert, f"{files.section}cert_file") if files.cert else b"",
-        read_secret(files.key, f"{files.section}key_file") if files.key else b"",
-        read_file(files.ca, f"{files.ca_section}ca_file") if files.ca else b"",
+        read_file(files.cert, _field(files.section, "cert_file")) if files.cert else b"",
+        read_secret(files.key, _field(files.section, "key_file")) if files.key else b"",
+        read_file(files.ca, _field(files.ca_section, "ca_file")) if files.ca else b"",
     )
 
 
@@ -72,12 +72,19 @@ def fill_context(context: ssl.SSLContext, files: TlsFiles) -> None:
             context.load_cert_chain(files.cert, files.key, password="")
         except (ssl.SSLError, OSError) as error:
             said = f"{files.cert} and {files.key} are no certificate with its key: {_reason(error)}"
-            raise Rejected(f"{files.section}cert_file", said) from error
+            raise Rejected(_field(files.section, "cert_file"), said) from error
     if files.ca is not None:
         try:
             context.load_verify_locations(files.ca)
         except (ssl.SSLError, OSError) as error:
-            raise Rejected(f"{files.ca_section}ca_file", f"{files.ca} has no certificates: {_reason(error)}") from error
+            raise Rejected(
+                _field(files.ca_section, "ca_file"), f"{files.ca} has no certificates: {_reason(error)}"
+            ) from error
+
+
+def _field(section: str, key: str) -> str:
+    """As the config has it, or the command line."""
+    return f"{section}{key.replace('_', '-') if section.startswith('--') else key}"
 
 
 def _reason(error: OSError) -> str:

@@ -165,6 +165,7 @@ def running_mesh(
     # but for the mark by which what is left behind would be found
     kept = {"STAGEMESH_TEST_MARK"}
     inherited = {k: v for k, v in os.environ.items() if k in kept or not k.startswith("STAGEMESH_")}
+    inherited.pop("GRPC_VERBOSITY", None)  # this process has set it for itself
     known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     process = subprocess.Popen(
         [sys.executable, *command],

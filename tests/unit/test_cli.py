@@ -144,3 +144,8 @@ def test_what_can_never_start_is_refused_before_anything_does(options: list[str]
     assert finished.returncode == 2
     assert message in finished.stderr
     assert "is ready" not in finished.stderr
+
+
+def test_what_lets_a_command_in_comes_before_its_name_and_is_used() -> None:
+    done = stagemesh("--ca-file", "/none/ca.pem", "generate", "--router", "127.0.0.1:1", "hello")
+    assert (done.returncode, "--ca-file: cannot read /none/ca.pem" in done.stderr) == (2, True)

@@ -34,7 +34,8 @@ def build(environ: dict[str, str] | None = None, **tables: Any) -> Config:
         ({"router": {"listen": "mesh.example:8470"}, "tls": TLS}, "router.listen", "auth.keys_file"),
         ({"broker": {"listen": "10.0.0.1:7000"}}, "broker.listen", "tls.cert_file"),
         ({"instance": OPEN_STAGES}, "instance[0].stages[0]", "tls.cert_file"),
-        ({"metrics": {"host": "0.0.0.0"}}, "metrics.host", "tls.cert_file"),
+        ({"metrics": {"host": "0.0.0.0"}}, "metrics.host", "metrics.private_network = true"),
+        ({"metrics": {"host": "0.0.0.0"}, "tls": TLS, "auth": KEYS}, "metrics.host", "private_network"),
         ({"transfer": {"host": "10.0.0.1"}}, "transfer.host", "transfer.private_network = true"),
         ({"transfer": {"host": "10.0.0.1"}, "tls": TLS, "auth": KEYS}, "transfer.host", "private_network"),
         ({"nats": {"url": "nats://10.0.0.1:4222"}}, "nats.url", "tls://"),
@@ -66,6 +67,7 @@ def test_what_others_can_reach_needs_tls_and_keys_or_a_word(tables: dict[str, An
         {"transfer": {"host": "10.0.0.1", "private_network": True}},
         {"nats": {"url": "tls://nats.example:4222"}},
         {"metrics": {"host": "0.0.0.0", "enabled": False}},
+        {"metrics": {"host": "0.0.0.0", "private_network": True}},
     ],
 )
 def test_what_is_safe_or_stays_on_this_host_needs_no_word(tables: dict[str, Any]) -> None:
@@ -80,6 +82,7 @@ def test_what_is_safe_or_stays_on_this_host_needs_no_word(tables: dict[str, Any]
         ({"tls": {"public_client_ca_file": "/a"}}, "tls.public_client_ca_file"),
         ({"tls": {**TLS, "key_file": "relative"}}, "tls.key_file"),
         ({"auth": {"keys_file": "credential:keys"}}, "auth.keys_file"),
+        ({"mesh": {**MESH, "name": "events"}}, "mesh.name"),
         ({"nats": {"url": "nats://stage:secret@127.0.0.1:4222"}}, "nats.url"),
     ],
 )
