@@ -7,6 +7,7 @@ admitted (waits) --tokenized--> in line --its turn--> sent off --first token--> 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 from stagemesh.services.router.departures import Departures
@@ -27,6 +28,7 @@ class Entrance:
         self.live: dict[str, LiveRequest | None] = {}  # None: not tokenized yet
         self.waiting = Waiting(section.max_waiting_requests, section.max_waiting_s)
         self._owners: dict[str, str] = {}  # the client of each
+        self._live_of: Counter[str] = Counter()  # how many of each client
         self._crowded_out: set[str] = set()  # they have just lost their places to others
         self._departures = Departures(room)
         self._refusing = False
@@ -41,20 +43,27 @@ class Entrance:
         if len(self.live) + count > self._max_live:
             said = f"{len(self.live)} requests are live, and {self._max_live} may be: there is no room for {count} more"
             raise self.waiting.exhausted(said, now_s)
-        if self.waiting.is_full:
-            self._make_room(client, now_s)
+        most = max(1, self._max_live // 2)  # who does not read its answers takes no more than that from the others
+        if self._callers.is_checked and self._live_of[client] + count > most:
+            said = f"{self._live_of[client]} requests of this client are live, and {most} may be"
+            raise self.waiting.exhausted(said, now_s)
+        while not self.waiting.has_room(count) and self._make_room(client, now_s):
+            pass
         self.waiting.check_room(now_s, count)
 
-    def _make_room(self, client: str, now_s: float) -> None:
-        """A client that has more than its share of the places gives one to a client that has less."""
+    def _make_room(self, client: str, now_s: float) -> bool:
+        """A client that has more than its share of the places gives one to a client that has less. False if none has,
+        or has only such as have been sent off."""
         weights = {name: known.weight for name, known in self._callers.clients.items()}
         request_id = self._departures.crowded_out(self.waiting.by_client, weights, client)
         live = None if request_id is None else self.live[request_id]
-        if request_id is not None and live is not None:
-            live.fail(self.waiting.exhausted("it makes room for another client: its own has the most waiting", now_s))
-            self._departures.done(request_id)
-            self.waiting.leave(request_id)
-            self._crowded_out.add(request_id)
+        if request_id is None or live is None:
+            return False
+        live.fail(self.waiting.exhausted("it makes room for another client: its own has the most waiting", now_s))
+        self._departures.done(request_id)
+        self.waiting.leave(request_id)
+        self._crowded_out.add(request_id)
+        return True
 
     def admit(self, request_id: str, record: RequestRecord) -> str:
         """It has come in. Raises Rejected, Exhausted."""
@@ -62,6 +71,7 @@ class Entrance:
             raise Rejected("request_id", f"{request_id!r} is in use by a live request")
         self.waiting.enter(request_id, record.arrived_s, record.client)
         self.live[request_id], self._owners[request_id] = None, record.client
+        self._live_of[record.client] += 1
         record.admitted(request_id)
         return request_id
 
@@ -88,7 +98,11 @@ class Entrance:
         self.waiting.leave(request_id)
         self._departures.done(request_id)
         self._crowded_out.discard(request_id)
-        del self.live[request_id], self._owners[request_id]
+        client = self._owners.pop(request_id)
+        self._live_of[client] -= 1
+        if not self._live_of[client]:
+            del self._live_of[client]
+        del self.live[request_id]
         if not self.live:
             self._empty.set()
 
@@ -110,6 +124,8 @@ class Entrance:
         """Raises Bug unless those who wait are the live ones without a token."""
         self.waiting.check_integrity()
         self._departures.check_integrity()
+        if self._live_of != Counter(self._owners.values()):
+            raise Bug(f"{len(self._owners)} requests are live, {self._live_of.total()} of clients")
         without = {name for name, live in self.live.items() if live is None or live.first_token_s is None}
         without -= self._crowded_out
         wrong = [name for name in self.live if (name in self.waiting) != (name in without)]

@@ -36,13 +36,13 @@ class Waiting:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._since_s
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._since_s) >= self._max_requests
+    def has_room(self, count: int = 1) -> bool:
+        """For so many more."""
+        return len(self._since_s) + count <= self._max_requests
 
     def check_room(self, now_s: float, count: int = 1) -> None:
         """Raises Exhausted, with a hint, if `count` more were more than may wait."""
-        if len(self._since_s) + count > self._max_requests:
+        if not self.has_room(count):
             raise self.exhausted(f"no more than {self._max_requests} requests may wait", now_s)
 
     def enter(self, request_id: str, now_s: float, client: str = "") -> None:

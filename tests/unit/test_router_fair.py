@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny") / "model", num_layers=1, max_context=1 << 16)
 
 
-def run(tmp_path_factory: pytest.TempPathFactory, model: Path, work: Work) -> None:
+def run(tmp_path_factory: pytest.TempPathFactory, model: Path, work: Work, max_live: int = 4096) -> None:
     folder = tmp_path_factory.mktemp("s")
     keys = {name: make_key(name) for name in ("alice", "bob")}
     path = folder / "keys"
@@ -52,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model: Path, work: Work) -> No
     contexts = {name: Context(key) for name, (key, _) in keys.items()}
 
     async def go() -> None:
-        mesh, section = ToyMesh(), RouterSection(max_waiting_requests=8)
+        mesh, section = ToyMesh(), RouterSection(max_waiting_requests=8, max_live_requests=max_live)
         callers = Callers(KeyRing(path, LOG), LOG)
         routers = toy_router(folder, model, mesh, section, callers=callers, max_ahead=2)
         async with asyncio.timeout(LIMIT_S), routers as router:
@@ -124,3 +124,23 @@ def test_a_request_is_aborted_by_its_own_client_alone(tmp_path_factory: pytest.T
             await router.Abort(request, Context("alice.guess"))
 
     run(tmp_path_factory, model, work)
+
+
+def test_answers_that_nobody_reads_take_half_of_the_room_at_most(
+    tmp_path_factory: pytest.TempPathFactory, model: Path
+) -> None:
+    async def work(router: GeneratorService, mesh: ToyMesh, contexts: Contexts) -> None:
+        def open_stream(name: str, number: int) -> AsyncGenerator[generator_pb2.GenerateResponse, None]:
+            request = token_request(PROMPT, 400, request_id=f"{name}-{number}")
+            return router.Generate(request, contexts[name])
+
+        unread = [open_stream("alice", number) for number in range(3)]
+        for stream in unread:
+            await anext(stream)
+        with pytest.raises(Exhausted, match="3 requests of this client are live, and 3 may be"):
+            await anext(open_stream("alice", 3))
+        assert await ask(router, contexts["bob"], "bob-0") == undisturbed(PROMPT, 4)
+        for stream in unread:
+            await stream.aclose()
+
+    run(tmp_path_factory, model, work, max_live=6)
