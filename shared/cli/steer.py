@@ -1,7 +1,9 @@
-"""Commands that change a running mesh: `set` a scheduler's setting, `flush-cache` of a prefill instance."""
+"""Commands that change a running mesh: `set` a scheduler's setting, `flush-cache` of a prefill instance, `drain` and
+`resume` an instance."""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +23,8 @@ def register(app: typer.Typer) -> None:
     """Adds the commands to `app`."""
     app.command("set", help="Change a setting of an instance until it is started again.")(set_)
     app.command("flush-cache", help="Evict the cached prompt pages that nobody uses from a prefill instance.")(flush)
+    app.command("drain", help="Send an instance no new requests, and wait until what it has is through.")(drain)
+    app.command("resume", help="Send a drained instance new requests again.")(resume)
 
 
 def set_(
@@ -47,7 +51,36 @@ def flush(instance: InstanceArgument, router: RouterOption = DEFAULT_ROUTER) -> 
     print(f"{instance}: {reply.pages} pages evicted")
 
 
-async def _ask_head(router: str, instance: str, method: str, request: Message) -> Any:
+def drain(
+    instance: InstanceArgument,
+    timeout: Annotated[float, typer.Option(min=0.0, max=3600.0, help="Seconds to wait.")] = 60.0,
+    router: RouterOption = DEFAULT_ROUTER,
+) -> None:
+    """Exits with 1 if something still runs when the time is over; it is not cut off."""
+    from stagemesh.shared.pb import instance_pb2
+    from stagemesh.shared.runtime.loop import run
+
+    request = instance_pb2.DrainRequest(timeout_s=timeout)
+    reply = run(_ask_head(router, instance, "Drain", request, timeout_s=timeout + CALL_TIMEOUT_S))
+    if not reply.held:
+        print(f"{instance}: idle, and takes no new requests")
+        return
+    held = ", ".join(f"{what} {count}" for what, count in sorted(reply.held.items()))
+    print(f"{instance}: takes no new requests, but is not idle after {timeout:g} s: {held}")
+    sys.exit(1)
+
+
+def resume(instance: InstanceArgument, router: RouterOption = DEFAULT_ROUTER) -> None:
+    from stagemesh.shared.pb import instance_pb2
+    from stagemesh.shared.runtime.loop import run
+
+    run(_ask_head(router, instance, "Resume", instance_pb2.ResumeRequest()))
+    print(f"{instance}: takes new requests")
+
+
+async def _ask_head(
+    router: str, instance: str, method: str, request: Message, timeout_s: float = CALL_TIMEOUT_S
+) -> Any:
     """The answer of the instance's head. Raises Rejected if the router knows no such instance."""
     from stagemesh.shared.pb import inspect_pb2
     from stagemesh.shared.rpc.access import peer_dial, router_dial
@@ -61,4 +94,4 @@ async def _ask_head(router: str, instance: str, method: str, request: Message) -
     if instance not in heads:
         raise Rejected("instance", f"no instance is named {instance!r}; there are {', '.join(sorted(heads))}")
     async with Client(heads[instance], INSTANCE, dial=peer_dial(client_files())) as client:
-        return await client.call(method, request, timeout_s=CALL_TIMEOUT_S)
+        return await client.call(method, request, timeout_s=timeout_s)

@@ -51,6 +51,33 @@ class ReadOutReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class DrainRequest(_message.Message):
+    __slots__ = ("timeout_s",)
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    timeout_s: float
+    def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("held",)
+    class HeldEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    held: _containers.ScalarMap[str, int]
+    def __init__(self, held: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class AdjustRequest(_message.Message):
     __slots__ = ("setting", "value")
     SETTING_FIELD_NUMBER: _ClassVar[int]

@@ -9,14 +9,18 @@ from stagemesh.shared.codec.commands import structure_from_pb
 from stagemesh.shared.errors import Retryable
 from stagemesh.shared.pb import instance_pb2
 from stagemesh.shared.stage.head import Head
+from stagemesh.shared.stage.lead import Lead
 from stagemesh.shared.stage.structures import Structures
 
 
 class HeadRpcs:
-    """`head` raises Retryable on a stage that hosts none, or not yet; `structures` are there on the last one."""
+    """`head` and `lead` raise Retryable on a stage that hosts none, or not yet; `structures` are there on the last
+    one."""
 
-    def __init__(self, head: Callable[[], Head], structures: Callable[[], Structures | None]) -> None:
-        self._head, self._structures = head, structures
+    def __init__(
+        self, head: Callable[[], Head], lead: Callable[[], Lead], structures: Callable[[], Structures | None]
+    ) -> None:
+        self._head, self._lead, self._structures = head, lead, structures
 
     async def PrepareStructure(  # noqa: N802
         self, request: instance_pb2.PrepareStructureRequest, context: Any
@@ -54,3 +58,12 @@ class HeadRpcs:
         self, request: instance_pb2.FlushCacheRequest, context: Any
     ) -> instance_pb2.FlushCacheReply:
         return instance_pb2.FlushCacheReply(pages=self._head().flush_cache())
+
+    async def Drain(self, request: instance_pb2.DrainRequest, context: Any) -> instance_pb2.DrainReply:  # noqa: N802
+        return instance_pb2.DrainReply(held=await self._lead().drain(request.timeout_s))
+
+    async def Resume(  # noqa: N802
+        self, request: instance_pb2.ResumeRequest, context: Any
+    ) -> instance_pb2.ResumeReply:
+        self._lead().resume()
+        return instance_pb2.ResumeReply()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Final
 
@@ -11,7 +13,7 @@ from stagemesh.shared.bus.nats import open_nats_bus
 from stagemesh.shared.bus.presence import Presence, PresenceEvent, announce
 from stagemesh.shared.config import Config
 from stagemesh.shared.core.directory import InstanceInfo
-from stagemesh.shared.errors import Retryable
+from stagemesh.shared.errors import Rejected, Retryable
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.runtime.backoff import retry
@@ -21,6 +23,7 @@ from stagemesh.shared.stage.head import Head
 from stagemesh.shared.stage.membership import Membership
 
 ROLE: Final = "stage"  # its user on the bus
+MAX_DRAIN_S: Final = 3600.0
 
 
 async def new_epoch(
@@ -46,14 +49,37 @@ async def new_epoch(
 class Lead:
     """Lives as long as the epoch."""
 
-    def __init__(self, config: Config, head: Head, info: InstanceInfo, broker: Client, bus: Bus) -> None:
+    def __init__(self, config: Config, head: Head, info: InstanceInfo, broker: Client, bus: Bus, log: Log) -> None:
         self.head = head
         self._mesh, self._info, self._bus = config.mesh.name, info, bus
         self._membership = Membership(broker, info, head, self._on_joined)
-        self._announced = False
+        self._announced, self._log = False, log
 
     def children(self) -> list[Child]:
         return [self._membership.run(), self._bus.run()]
+
+    async def drain(self, timeout_s: float) -> Mapping[str, int]:
+        """Leaves the directory's choice and waits, up to `timeout_s`, until what runs is through: for prefill that is
+        when all KV has been written out. What is left then runs on, and is returned; empty if nothing is. Raises
+        Rejected for a time that is none."""
+        if not 0.0 <= timeout_s <= MAX_DRAIN_S:
+            raise Rejected("timeout_s", f"must be in 0..{MAX_DRAIN_S:g}, got {timeout_s}")
+        self._log.info("the instance takes no new requests", timeout_s=timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._membership.drain()
+                await self.head.idle()
+        except TimeoutError:
+            left = {what: count for what, count in self.head.held.items() if count} or {"not_told": 1}
+            self._log.warning("the instance is not idle yet", **left)
+            return left
+        self._log.info("the instance is idle")
+        return {}
+
+    def resume(self) -> None:
+        """Takes new requests again."""
+        self._membership.resume()
+        self._log.info("the instance takes new requests")
 
     def leave(self) -> None:
         """No new work from now on."""

@@ -1,6 +1,6 @@
 """An instance's place in the directory: its head's stream of reports to the broker.
 
-join, with all tickets --report every 0.5 s--> ... --leaving--> end
+join, with all tickets --report every 0.5 s--> ... --leaving--> end       serving <--drain, resume--> draining
   |--the broker is away: again, with back-off; what runs goes on meanwhile
   `--the broker has lost this epoch: the instance ends, and starts again under a new one
 """
@@ -18,6 +18,7 @@ from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad
 from stagemesh.shared.core.progress import StageProgress
 from stagemesh.shared.core.tickets import TicketLeg
 from stagemesh.shared.errors import ProtocolViolation, StagemeshError
+from stagemesh.shared.fsm.instance import INSTANCE, InstanceEvent, InstanceState
 from stagemesh.shared.pb import broker_pb2
 from stagemesh.shared.rpc.client import Client, Duplex
 from stagemesh.shared.runtime.backoff import delays
@@ -47,13 +48,33 @@ class Membership:
 
     def __init__(self, broker: Client, info: InstanceInfo, progress: Progress, on_joined: Callable[[], None]) -> None:
         self._broker, self._info, self._progress, self._on_joined = broker, info, progress, on_joined
-        self._accepting = True
-        self._changed = asyncio.Event()
+        self._state, self._leaving = InstanceState.SERVING, False
+        self._changed, self._told = asyncio.Event(), asyncio.Event()
 
     def leave(self) -> None:
         """No new work from now on, and the end of the stream is no loss."""
-        self._accepting = False
+        self._leaving = True
         self._changed.set()
+
+    async def drain(self) -> None:
+        """No new work from now on. Returns when the directory says so. A no-op once it is so."""
+        if self._state is InstanceState.SERVING:
+            self._move(InstanceEvent.DRAIN)
+        await self._told.wait()
+
+    def resume(self) -> None:
+        """New work is welcome. A no-op if it is already."""
+        if self._state is InstanceState.DRAINING:
+            self._move(InstanceEvent.RESUME)
+
+    def _move(self, event: InstanceEvent) -> None:
+        self._state = INSTANCE.advance(str(self._info.ref), self._state, event)
+        self._told.clear()
+        self._changed.set()
+
+    @property
+    def _accepting(self) -> bool:
+        return self._state is InstanceState.SERVING and not self._leaving
 
     async def run(self) -> None:
         """A child of the head: runs until cancelled."""
@@ -87,6 +108,8 @@ class Membership:
         async for update in stream.receive():
             if update.broker:
                 self._progress.on_joined(update.broker)
+            if any(i.name == self._info.ref.name and i.accepting == self._accepting for i in update.changed):
+                self._told.set()
             self._on_joined()
 
     def _message(self, legs: Iterable[TicketLeg] = ()) -> broker_pb2.InstanceReport:
@@ -95,6 +118,6 @@ class Membership:
             info=instance_to_pb(info),
             progress=map(progress_to_pb, self._progress.progress),
             has_work=self._progress.has_work,
-            leaving=not self._accepting,
+            leaving=self._leaving,
             tickets=map(leg_to_pb, legs),
         )

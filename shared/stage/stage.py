@@ -120,7 +120,7 @@ class StageService:
         slots = parts.inbox_spec if receiver is None else receiver.spec
         self._connector = Connector(self._instance.name, self._pp_rank, self._instance.pp_size, parts.manifest, slots)
         inspect = InspectService(self, self._tracer, metrics_address=self._monitor.address, profile=self._profile)
-        instance = HeadRpcs(self._head, lambda: self._structures)
+        instance = HeadRpcs(self._head, self._leading, lambda: self._structures)
         server = Server({STAGE_LINK: self, INSTANCE: instance, INSPECT: inspect}, self._access.listening)
         await server.start(listen_address(self._config, own.address))
         stack.push_async_callback(server.stop)
@@ -203,6 +203,7 @@ class StageService:
                 info,
                 broker,
                 bus,
+                self._log.bind(epoch=info.ref.epoch),
             )
             self._node.head = self._lead.head
             children += self._lead.children()
@@ -286,9 +287,12 @@ class StageService:
 
     def _head(self) -> Head:
         """Raises Retryable where there is none, or not yet."""
+        return self._leading().head
+
+    def _leading(self) -> Lead:
         if self._lead is None:
             raise Retryable("no head is up here")
-        return self._lead.head
+        return self._lead
 
     # -- views --
 
