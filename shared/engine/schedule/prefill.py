@@ -12,8 +12,7 @@ A prompt without a ticket (one new token asked for) starts at once and is over w
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -36,6 +35,7 @@ from stagemesh.shared.engine.issuer import Issuer
 from stagemesh.shared.engine.pages import PageAllocator
 from stagemesh.shared.engine.schedule.legs import prefill_legs
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
+from stagemesh.shared.engine.schedule.prefill_book import PrefillBook
 from stagemesh.shared.engine.schedule.prefill_pages import PromptPages
 from stagemesh.shared.engine.schedule.prefill_queue import Lineup
 from stagemesh.shared.engine.schedule.prefill_state import (
@@ -74,9 +74,7 @@ class PrefillScheduler:
         self._page_size, self._pp_size, self._chunk_size = page_size, pp_size, chunk_size
         self._max_sequences, self._max_steps = max_sequences, pp_size + run_ahead
         self._ageing_s = priority_ageing_s
-        self._by_request: dict[RequestRef, PrefillSequence] = {}  # in order of arrival here
-        self._by_ticket: dict[str, PrefillSequence] = {}
-        self._by_handle: dict[int, PrefillSequence] = {}
+        self.sequences = PrefillBook()
         self._lineup = Lineup(self._pages.look_up, reserve_ahead=reserve_ahead, chunk_size=chunk_size)
         self._started: dict[int, PrefillSequence] = {}  # by handle, in order of their start; they hold pages
         self._actions = PrefillActions()
@@ -85,7 +83,7 @@ class PrefillScheduler:
 
     def conflict(self, ticket_id: str) -> str | None:
         """Why no request may come with that ticket."""
-        return f"ticket_id: {ticket_id!r} is another request's" if ticket_id in self._by_ticket else None
+        return f"ticket_id: {ticket_id!r} is another request's" if self.knows(ticket_id) else None
 
     def submit(
         self,
@@ -103,7 +101,7 @@ class PrefillScheduler:
         """A router sends a prompt. `ticket_id` is empty if its KV goes nowhere; `group` is the decode instance, `peer`
         this start of it; `waited_s` is since the request's arrival at its router."""
         limit = self.pages.num_pages * self._page_size
-        if request in self._by_request:
+        if self.sequences.of_request(request) is not None:
             self._output(request, end=SequenceEnd.REJECTED, error="duplicate request")
             return
         if not 0 < len(tokens) <= limit:
@@ -112,14 +110,12 @@ class PrefillScheduler:
         handle, arrived_s = self.issuer.new_handle(), time.monotonic() - waited_s
         order = start_order(arrived_s, handle, priority=priority, ageing_s=self._ageing_s, recompute=recompute)
         sequence = PrefillSequence(request, sampling, tokens, ticket_id, group, handle, arrived_s, order, peer)
-        self._by_request[request] = self._by_handle[handle] = sequence
+        self.sequences.add(sequence)
         self._lineup.add(sequence)
-        if ticket_id:
-            self._by_ticket[ticket_id] = sequence
 
     def reserved(self, ticket_id: str, pages: tuple[int, ...], targets: tuple[StageInfo, ...]) -> None:
         """The decode side has set pages aside. Too late for a prompt that is over."""
-        sequence = self._by_ticket.get(ticket_id)
+        sequence = self.sequences.of_ticket(ticket_id)
         if sequence is None or sequence.state is not SequenceState.WAITING:
             return
         sequence.send = SendPlan(ticket_id, len(sequence.tokens), pages, targets)
@@ -130,7 +126,7 @@ class PrefillScheduler:
 
     def ask_again(self, ticket_id: str) -> None:
         """The decode side had no pages within the deadline, or it has taken them back before any write."""
-        sequence = self._by_ticket.get(ticket_id)
+        sequence = self.sequences.of_ticket(ticket_id)
         if sequence is None:
             return
         if sequence.state is SequenceState.RESERVED and not sequence.filled:
@@ -142,13 +138,13 @@ class PrefillScheduler:
 
     def filled(self, ticket_id: str) -> None:
         """The broker knows that writes may begin."""
-        sequence = self._by_ticket.get(ticket_id)
+        sequence = self.sequences.of_ticket(ticket_id)
         if sequence is not None and sequence.state is SequenceState.RESERVED:
             self._lineup.filled(sequence)
 
     def ticket_failed(self, ticket_id: str, reason: str, end: SequenceEnd = SequenceEnd.FAILED) -> bool:
         """The other side, or the broker, does not want the KV. True if no stage has anything of it in flight."""
-        sequence = self._by_ticket.get(ticket_id)
+        sequence = self.sequences.of_ticket(ticket_id)
         if sequence is None:
             return True
         quiescent = not sequence.unsettled
@@ -159,7 +155,7 @@ class PrefillScheduler:
 
     def abort(self, request: RequestRef) -> None:
         """The router does not want the request any more."""
-        sequence = self._by_request.get(request)
+        sequence = self.sequences.of_request(request)
         if sequence is not None and sequence.state is not SequenceState.ABORTED:
             if sequence.ticket_id and (not sequence.over or sequence.unsettled):
                 self._actions.fail.append(FailedTicket(sequence.ticket_id, quiescent=not sequence.unsettled))
@@ -169,7 +165,7 @@ class PrefillScheduler:
         """A chunk is through all stages. Sampled rows are the ends of prompts."""
         step = self.issuer.take_result(step_number)
         for at, (row, token_id) in enumerate(zip(step.rows.tolist(), token_ids.tolist(), strict=True)):
-            sequence = self._by_handle[row[HANDLE]]
+            sequence = self.sequences.of_handle(row[HANDLE])
             sequence.in_flight -= 1
             if at in logprobs and sequence.tells_prompt:
                 sequence.prompt_told += logprobs[at].prompt
@@ -181,7 +177,7 @@ class PrefillScheduler:
 
     def settled(self, ticket_id: str, pp_rank: int) -> None:
         """Stage `pp_rank` has nothing of the ticket in flight any more."""
-        sequence = self._by_ticket.get(ticket_id)
+        sequence = self.sequences.of_ticket(ticket_id)
         if sequence is not None:
             sequence.unsettled.discard(pp_rank)
             self._forget_if_done(sequence)
@@ -280,8 +276,7 @@ class PrefillScheduler:
     def _forget_if_done(self, sequence: PrefillSequence) -> None:
         if not sequence.over or sequence.in_flight or sequence.unsettled:
             return
-        del self._by_request[sequence.request], self._by_handle[sequence.handle]
-        self._by_ticket.pop(sequence.ticket_id, None)
+        self.sequences.remove(sequence)
         if self._started.pop(sequence.handle, None) is not None:
             self._pages.give_back(sequence, self.issuer)
 
@@ -296,14 +291,9 @@ class PrefillScheduler:
         """Of the cache, so far."""
         return self._pages.tree.evicted
 
-    @property
-    def sequences(self) -> Iterable[PrefillSequence]:
-        """In order of arrival; also those that are over but have something in flight."""
-        return self._by_request.values()
-
     def knows(self, ticket_id: str) -> bool:
         """It is not over here, or something of it is in flight."""
-        return ticket_id in self._by_ticket
+        return self.sequences.of_ticket(ticket_id) is not None
 
     def legs(self) -> Iterator[TicketLeg]:
         """What is known here of tickets that are not over."""
@@ -311,8 +301,7 @@ class PrefillScheduler:
 
     @property
     def by_state(self) -> dict[str, int]:
-        counts = Counter(sequence.state for sequence in self.sequences)
-        return {state.value: counts[state] for state in SequenceState}
+        return self.sequences.by_state
 
     @property
     def load(self) -> InstanceLoad:
@@ -326,7 +315,7 @@ class PrefillScheduler:
     def held(self) -> dict[str, int]:
         """What is in flight; all zero when nothing is."""
         return {
-            "sequences": len(self._by_request),
+            "sequences": len(self.sequences),
             "steps": len(self.issuer.outstanding),
             "commands": self.issuer.unacknowledged,
             "pages_used": self.pages.num_used,
@@ -336,7 +325,7 @@ class PrefillScheduler:
         """Raises Bug if pages and sequences do not agree."""
         self._pages.check_integrity(self._started.values(), self.issuer.num_freeing)
         in_flight = sum(len(step.rows) for step in self.issuer.outstanding.values())
-        if in_flight != sum(s.in_flight for s in self._by_handle.values()):
+        if in_flight != sum(s.in_flight for s in self.sequences):
             raise Bug(f"{in_flight} rows are out, sequences say otherwise")
-        if len(self._lineup) + len(self._started) != len(self._by_request):
-            raise Bug(f"{len(self._by_request)} sequences, {len(self._lineup)} wait, {len(self._started)} have started")
+        if len(self._lineup) + len(self._started) != len(self.sequences):
+            raise Bug(f"{len(self.sequences)} sequences, {len(self._lineup)} wait, {len(self._started)} have started")
