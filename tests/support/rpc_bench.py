@@ -12,12 +12,13 @@ from stagemesh.shared.pb import broker_pb2, stage_pb2
 from stagemesh.shared.rpc.broker import BROKER
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.rpc.server import Server
+from tests.support.doubles import Partial
 
 LIMIT_S = 30.0
 FILL = broker_pb2.FillRequest(ticket_id="t")
 
 
-class FakeBroker:
+class FakeBroker(Partial):
     """Does what a test says. A hook that is not set is not called."""
 
     def __init__(self) -> None:
@@ -63,11 +64,6 @@ class FakeBroker:
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
-
-    async def _never(self, request: Any, context: Any) -> Any:
-        raise NotImplementedError
-
-    OpenTicket = Reserve = Unreserve = ReportWriter = FailTicket = ReportReaped = _never
 
 
 class FakeStage:

@@ -20,13 +20,13 @@ from stagemesh.shared.codec.mesh import instance_to_pb
 from stagemesh.shared.config import Config, load_config
 from stagemesh.shared.core.directory import PROTOCOL_VERSION, InstanceInfo, Manifest, Role
 from stagemesh.shared.core.identity import InstanceRef
-from stagemesh.shared.errors import Rejected
 from stagemesh.shared.model.config import ModelConfig
 from stagemesh.shared.model.source import open_model
 from stagemesh.shared.pb import broker_pb2, instance_pb2
 from stagemesh.shared.rpc.broker import BROKER
 from stagemesh.shared.rpc.server import Server
 from stagemesh.shared.runtime.loop import run
+from tests.support.doubles import Partial
 
 INSTANCE = instance_pb2.DESCRIPTOR.services_by_name["Instance"]
 MAX_QUEUED: Final = 4  # steps made before the router has taken the one before
@@ -39,14 +39,8 @@ TEXT: Final = (
 Messages = AsyncIterator[instance_pb2.SessionUp]
 
 
-async def _refuse(request: Any, context: Any) -> None:
-    raise Rejected("rpc", "is not part of the script")
-
-
-class ScriptedBroker:
+class ScriptedBroker(Partial):
     """A directory of two instances that report again and again, as heads do."""
-
-    Join = Reserve = Fill = Unreserve = ReportWriter = ReportReaped = staticmethod(_refuse)
 
     def __init__(self, instances: list[InstanceInfo]) -> None:
         self._instances, self._tickets = instances, count()
@@ -71,12 +65,8 @@ class ScriptedBroker:
         return broker_pb2.FailTicketReply()
 
 
-class PrefillScript:
+class PrefillScript(Partial):
     """The first token, at once."""
-
-    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = PrepareStructure = ReadOut = VerifyPages = (
-        staticmethod(_refuse)
-    )
 
     def __init__(self, token_ids: list[int]) -> None:
         self._first = token_ids[-1]
@@ -90,12 +80,8 @@ class PrefillScript:
                 yield instance_pb2.SessionDown(outputs=[output])
 
 
-class DecodeScript:
+class DecodeScript(Partial):
     """A token for each live sequence, step after step."""
-
-    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = PrepareStructure = ReadOut = VerifyPages = (
-        staticmethod(_refuse)
-    )
 
     def __init__(self, token_ids: list[int], num_streams: int, pace: float) -> None:
         self._token_ids, self._num_streams = token_ids, num_streams

@@ -41,6 +41,7 @@ from stagemesh.shared.rpc.server import Server
 from stagemesh.shared.runtime.tasks import Tasks
 from stagemesh.shared.stage.head import INSTANCE
 from stagemesh.shared.stage.sessions import Sessions
+from tests.support.doubles import Partial
 from tests.support.instances import instance_of
 
 VOCAB = 320
@@ -59,7 +60,7 @@ def undisturbed(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class ToyHead:
+class ToyHead(Partial):
     """What prefill and decode have in common. `submits` is everything that was ever submitted, in order."""
 
     is_lost = False
@@ -72,11 +73,6 @@ class ToyHead:
 
     async def Session(self, messages: Any, context: Any) -> None:  # noqa: N802
         await self.sessions.serve(messages, context)
-
-    async def _refuse(self, request: Any, context: Any) -> None:
-        raise AssertionError("no broker calls a toy")
-
-    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = PrepareStructure = ReadOut = VerifyPages = _refuse
 
     def on_submit(self, submit: instance_pb2.SessionUp.Submit) -> None:
         self.submits.append(submit)
@@ -166,7 +162,7 @@ class ToyDecode(ToyHead):
         return self.say(request, sampling, tokens[-1], count + 1)
 
 
-class ToyMesh:
+class ToyMesh(Partial):
     """A broker, too: tickets are open until somebody uses or fails them."""
 
     def __init__(
@@ -199,11 +195,6 @@ class ToyMesh:
     async def run(self, servers: Mapping[str, Server]) -> None:
         while True:
             await servers[await self._losing.get()].stop()
-
-    async def _refuse(self, request: Any, context: Any) -> None:
-        raise AssertionError("nobody asks a toy for that")
-
-    Join = Reserve = Unreserve = Fill = ReportWriter = ReportReaped = _refuse
 
     async def Watch(  # noqa: N802
         self, request: broker_pb2.WatchRequest, context: Any

@@ -23,6 +23,7 @@ from stagemesh.shared.errors import Exhausted, Retryable
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import instance_pb2
 from stagemesh.shared.rpc.server import Server
+from tests.support.doubles import Partial
 from tests.support.instances import PREFILL, instance_of
 
 
@@ -75,16 +76,11 @@ def test_a_head_far_behind_gets_no_more_requests_but_every_abort(monkeypatch: py
     asyncio.run(run())
 
 
-class Hanging:
+class Hanging(Partial):
     """A head that takes the stream and reads nothing of it."""
 
     async def Session(self, messages: Any, context: Any) -> None:  # noqa: N802
         await asyncio.get_running_loop().create_future()
-
-    async def _refuse(self, request: Any, context: Any) -> None:
-        raise AssertionError("not expected")
-
-    ReservePages = CommitTicket = CloseTicket = Adjust = FlushCache = PrepareStructure = ReadOut = VerifyPages = _refuse
 
 
 def test_a_head_that_hangs_is_lost_when_the_directory_says_so(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_the_brokers_client_speaks_the_brokers_words(tmp_path: Path) -> None:
         broker.on_fill = note
         await BrokerClient(client).fill("t")
         assert called.is_set()
-        with pytest.raises(Bug, match="NotImplementedError"):
+        with pytest.raises(Rejected, match="is not answered"):
             await BrokerClient(client).fail_ticket("t", "why")
 
     run(tmp_path, body)

@@ -37,6 +37,7 @@ from stagemesh.shared.stage.head import INSTANCE
 from tests.fuzz.judge import Target, Try
 from tests.fuzz.mutate import fill, mutate_bytes
 from tests.fuzz.targets.generate import open_tokenizer, request_of
+from tests.support.doubles import Partial
 from tests.support.instances import DECODE, PREFILL, instance_of
 from tests.support.toy_mesh import ToyMesh, toy_router
 
@@ -157,13 +158,8 @@ def _bytes_of(rng: Random, message: Message) -> bytes:
     return mutate_bytes(rng, data) if rng.random() < 0.3 else data
 
 
-class Head:
+class Head(Partial):
     """An instance that agrees to everything."""
-
-    def _refuse(self, request: Any, context: Any) -> None:
-        raise AssertionError("no broker asks a head for that")
-
-    Session = Adjust = FlushCache = PrepareStructure = ReadOut = VerifyPages = _refuse
 
     async def ReservePages(self, request: instance_pb2.ReservePagesRequest, context: Any) -> Any:  # noqa: N802
         return instance_pb2.ReservePagesReply(pages=to_bytes([1, 2]))
