@@ -31,12 +31,12 @@ class Entrance:
         self._live_of: Counter[str] = Counter()  # how many of each client
         self._crowded_out: set[str] = set()  # they have just lost their places to others
         self._departures = Departures(room)
-        self._refusing = False
+        self.refuses = False
         self._empty = asyncio.Event()
 
     def check_room(self, client: str, now_s: float, count: int = 1) -> None:
         """For `count` of them, before anything is done for any, so that a flood costs little. Raises Exhausted."""
-        if self._refusing:
+        if self.refuses:
             raise Retryable("this router is being stopped")
         if len(self.live) >= self._max_live:
             raise self.waiting.exhausted(f"{len(self.live)} requests are live, which is the limit", now_s)
@@ -112,7 +112,7 @@ class Entrance:
 
     def refuse(self) -> None:
         """No new requests from now on."""
-        self._refusing = True
+        self.refuses = True
 
     async def empty(self) -> None:
         """Returns when no request is live."""

@@ -100,7 +100,7 @@ class GeneratorService:
         with self.records.request() as record:
             client = record.client = self._callers.caller(context).name
             self._entrance.check_room(client, record.arrived_s, part.count if part.index == 0 else 1)
-            check_prompt(part.request, self._limits())
+            check_prompt(part.request, self.limits())
             record.trace = trace if trace is None or part.count == 1 else traced(part.name, "")
             name = self._admit(part, record)
             live = None
@@ -135,7 +135,7 @@ class GeneratorService:
             eos_token_ids=self._config.eos_token_ids,
             has_chat_template=self._tokenizer.has_chat_template,
             dtype=self._dtype,
-            max_request_tokens=self._limits().max_request_tokens,
+            max_request_tokens=self.limits().max_request_tokens,
         )
 
     # -- a request's way --
@@ -147,8 +147,9 @@ class GeneratorService:
         trace = traced(request.request_id, header(context.invocation_metadata(), TRACEPARENT))
         return request.request_id or request_id_of(trace), trace
 
-    def _limits(self) -> Limits:
-        """A request may lose its KV when all but its last token are made; a prefill instance must hold those then."""
+    def limits(self) -> Limits:
+        """Of this moment. A request may lose its KV when all but its last token are made; a prefill instance must hold
+        those then."""
         holds, again = max_request_tokens(self._mesh), max_prompt_tokens(self._mesh)
         bounds = (self._config.max_context, holds, None if again is None else again + 1)
         return Limits(
@@ -174,7 +175,7 @@ class GeneratorService:
         token_ids = await self._in_time(request_id, part.prompt.token_ids())
         if not request.HasField("token_ids"):
             self.records.tokenized(record)
-        sampling = part.own(sampling_params(request, token_ids, self._limits(), seed=part.seed))
+        sampling = part.own(sampling_params(request, token_ids, self.limits(), seed=part.seed))
         live = self._entrance.live[request_id] = LiveRequest(
             Wanted(request_id, sampling, token_ids, priority_of(request), record.arrived_s),
             self._start,
@@ -260,6 +261,15 @@ class GeneratorService:
         await self._entrance.empty()
 
     # -- views --
+
+    @property
+    def why_unready(self) -> str:
+        """Why it cannot serve now; empty if it can."""
+        if self._entrance.refuses:
+            return "this router is being stopped"
+        roles = {info.role for info in self._mesh if info.accepting}
+        missing = sorted(role.value for role in set(Role) - roles)
+        return f"no {' and no '.join(missing)} instance is there to take requests" if missing else ""
 
     @property
     def num_live(self) -> int:

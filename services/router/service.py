@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 
 from stagemesh.services.router.attempt import Starter
 from stagemesh.services.router.directory import MeshView
+from stagemesh.services.router.engine_api import EngineService
 from stagemesh.services.router.generator import GENERATOR, GeneratorService
 from stagemesh.services.router.opening import Tickets
 from stagemesh.services.router.prefixes import PrefixIndex
@@ -28,6 +29,7 @@ from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.rpc.access import api_callers, mesh_access, public_listening
 from stagemesh.shared.rpc.broker import BROKER, BrokerClient
 from stagemesh.shared.rpc.client import Client
+from stagemesh.shared.rpc.engine_proto import engine_proto
 from stagemesh.shared.rpc.inspect import INSPECT, InspectService
 from stagemesh.shared.rpc.server import Server
 from stagemesh.shared.runtime.loop import LagSampler
@@ -91,7 +93,10 @@ class RouterService:
             spans=spans,
         )
         inspect = InspectService(self, self._tracer, self._peers, metrics_address=self._monitor.address)
-        server = Server({GENERATOR: self._generator, INSPECT: inspect}, self._listening, self._callers)
+        services = {GENERATOR: self._generator, INSPECT: inspect}
+        if (proto := engine_proto()) is not None:
+            services[proto.service] = EngineService(proto, self._generator, tokenizer, self._config.model.served_name)
+        server = Server(services, self._listening, self._callers)
         self._address = await server.start(self._config.router.listen)
         stack.push_async_callback(server.stop)
         await self._wait_for_instances(stack, mesh)

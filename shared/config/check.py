@@ -31,9 +31,21 @@ def check_config(config: Config) -> None:
     if config.otel.endpoint and not config.otel.endpoint.startswith(("http://", "https://")):
         raise Rejected("otel.endpoint", f"must start with http:// or https://, got {config.otel.endpoint!r}")
     _check_hosts(config)
+    _check_openai(config)
     check_exposure(config, ((field, _listener(config, address)) for field, address in addresses(config)))
     for index, instance in enumerate(config.instances):
         _check_instance(f"instance[{index}]", instance)
+
+
+def _check_openai(config: Config) -> None:
+    """The gateway shows the router nothing of its clients, and asks them for nothing."""
+    if config.openai.port is None:
+        return
+    for field, is_set in (("auth.keys_file", config.auth.keys_file), ("tls.cert_file", config.tls.is_on)):
+        if is_set:
+            raise Rejected("openai.port", f"cannot be had with {field}: the gateway has neither keys nor certificates")
+    if parse_address(config.router.listen, "router.listen").path:
+        raise Rejected("openai.port", "needs a router that listens at host:port (router.listen)")
 
 
 def _check_hosts(config: Config) -> None:

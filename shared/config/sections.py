@@ -6,6 +6,7 @@ number says its unit in its name; a size in tokens or pages says so in its comme
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -82,9 +83,22 @@ class ModelSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     device: Literal["cpu", "cuda"] = "cpu"
 
     @property
+    def served_name(self) -> str:
+        """What OpenAI clients call it: the last part of its path."""
+        path = self.path.removeprefix("dummy:")
+        return PurePath(path).name.removesuffix(".gguf") or path
+
+    @property
     def spec(self) -> str:
         """What `open_model` takes: the path, with the seed if the weights are made of it."""
         return f"{self.path}#{self.seed}" if self.path.startswith("dummy:") else self.path
+
+
+class OpenaiSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A gateway in front of the router that speaks OpenAI's HTTP, at a loopback port. Port 0 means any free port. Needs
+    stagemesh[openai]; `stagemesh up` starts it."""
+
+    port: Annotated[int, Meta(ge=0, le=65535)] | None = None  # None: none
 
 
 class EngineSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -195,6 +209,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     nats: NatsSection = NatsSection()
     broker: BrokerSection
     router: RouterSection = RouterSection()
+    openai: OpenaiSection = OpenaiSection()
     model: ModelSection
     engine: EngineSection = EngineSection()
     transfer: TransferSection = TransferSection()

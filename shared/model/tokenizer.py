@@ -30,6 +30,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._id_of(special_tokens.get("bos_token"))
         self.eos_token_id = self._id_of(special_tokens.get("eos_token"))
+        self.special_tokens, self.chat_template = dict(special_tokens), chat_template
         self._template = None if chat_template is None else ChatRenderer(chat_template, special_tokens)
 
     @property

@@ -32,7 +32,7 @@ log = Log(logging.getLogger(__name__))
 class Server:
     """A gRPC server at one address. An implementation has one method a rpc, named as in the proto, that takes the
     request (or an iterator of them) and the context. A streaming answer is an async generator, or a coroutine that
-    calls `context.write`."""
+    calls `context.write`. Methods that it names in NOT_SERVED, of a proto that is not ours, are UNIMPLEMENTED."""
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class Server:
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         for service, implementation in services.items():
-            handlers = {method.name: _handler(method, implementation) for method in service.methods}
+            served = (method for method in service.methods if method.name not in not_served(implementation))
+            handlers = {method.name: _handler(method, implementation) for method in served}
             generic = grpc.method_handlers_generic_handler(service.full_name, handlers)
             self._server.add_generic_rpc_handlers((generic,))
         names = [service.full_name for service in services]
@@ -72,6 +73,10 @@ class Server:
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuses new calls, gives running ones `grace_s` seconds, cancels the rest."""
         await self._server.stop(grace_s)
+
+
+def not_served(implementation: object) -> frozenset[str]:
+    return getattr(type(implementation), "NOT_SERVED", frozenset())
 
 
 def _remove_stale_socket(path: str) -> None:
