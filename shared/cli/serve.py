@@ -1,4 +1,4 @@
-"""`stagemesh router|broker|nats|prefill|decode`: one service in this process, as a unit of systemd starts it."""
+"""`stagemesh router|openai|broker|nats|prefill|decode`: one service in this process, as a unit of systemd starts it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,22 @@ ServerConfigOption = Annotated[Path | None, typer.Option(help="A file of the ser
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the five commands to `app`."""
-    for command in (router, broker, nats, prefill, decode):
+    """Adds the commands to `app`."""
+    for command in (router, openai, broker, nats, prefill, decode):
         app.command()(command)
 
 
 def router(config: ConfigOption) -> None:
     """Run the router of a deployment."""
     _serve("router", config)
+
+
+def openai(config: ConfigOption) -> None:
+    """Run the OpenAI server of a deployment, on the router's host, at openai.port."""
+    from stagemesh.shared.config import load_config
+    from stagemesh.shared.runtime.gateway_service import run
+
+    run(load_config(config, os.environ))
 
 
 def broker(config: ConfigOption) -> None:

@@ -26,6 +26,9 @@ def register(app: typer.Typer) -> None:
 def up(
     config: Annotated[Path | None, typer.Option(help="A deployment's TOML file.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="The router's; 0: any free. [8470]")] = None,
+    openai_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="An OpenAI server's, on loopback; 0: any free. [none]")
+    ] = None,
     ready_file: Annotated[Path | None, typer.Option(help="Written as JSON when requests can be sent.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Kept at the end. [a private temporary one]")] = None,
     startup_timeout: Annotated[float, typer.Option(min=1.0, help="Seconds until all must be ready.")] = 180.0,
@@ -53,6 +56,7 @@ def up(
     Returns when it is told to stop (Ctrl-C, SIGTERM) and has drained.
     """
     from stagemesh.shared.cli.model_check import check_model
+    from stagemesh.shared.runtime.gateway_plan import check_installed
     from stagemesh.shared.runtime.options import UpOptions
     from stagemesh.shared.runtime.reporter import Reporter
     from stagemesh.shared.runtime.supervisor import supervise
@@ -69,6 +73,7 @@ def up(
     )
     settings: dict[str, object] = {
         "router.listen": None if port is None else f"127.0.0.1:{port}",
+        "openai.port": openai_port,
         "model.path": model,
         "model.device": device,
         "model.dtype": dtype,
@@ -83,6 +88,7 @@ def up(
         raise Rejected("ready_file", f"its directory {ready_file.absolute().parent} does not exist")
     with ExitStack() as stack:
         effective = _effective_config(stack, config, run_dir, layout, given)
+        check_installed(effective)
         check_model(effective)
         options = UpOptions(
             config=effective,

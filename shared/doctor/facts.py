@@ -30,6 +30,8 @@ MODULES: Final = {
         "mooncake-transfer-engine",
     ),
     "nixl._api": ("nixl",),
+    "smg": ("smg",),
+    "smg_grpc_proto": ("smg-grpc-proto",),
 }
 """What may be imported, and the distributions that bring it."""
 LIBRARIES: Final = ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1")

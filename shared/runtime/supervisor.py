@@ -214,7 +214,8 @@ class Supervisor:
             self._starter.services()
             self._phase = Phase.STARTING
         elif self._phase is Phase.STARTING and self._children.are_ready:
-            self._serve()
+            if not self._starter.front():
+                self._serve()
         elif self._phase is Phase.SERVING:
             self._kill_stuck(now)
             self._restart(now)
@@ -258,9 +259,8 @@ class Supervisor:
 
     def _serve(self) -> None:
         self._phase = Phase.SERVING
-        self._starter.serving_at(self._children["router"].address)  # clients know it from now on
         self._write_record()
-        self._report.announce(ready_text(self._starter.config, self._children["router"].address))
+        self._report.announce(ready_text(self._starter.config))
 
     def _fail(self, why: str, *children: Child) -> None:
         self._report.error(why)

@@ -16,9 +16,13 @@ BEHAVIOUR = "STAGEMESH_FAKE_"
 """Prefix of the variables that say how a process behaves, by its name: `STAGEMESH_FAKE_decode-0/1=crash`."""
 
 
+OPENAI_PORT = 23456
+
+
 def run(config: Config, instance: str | None, pp_rank: int | None) -> None:
     name = f"{instance}/{pp_rank}" if instance else os.environ["STAGEMESH_FAKE_SERVICE"]
-    Fake(name, Path(config.mesh.run_dir).with_suffix(".journal")).run()
+    address = "127.0.0.1:12345" if name == "router" else None
+    Fake(name, Path(config.mesh.run_dir).with_suffix(".journal"), address=address).run()
 
 
 def run_router(config: Config, instance: str | None, pp_rank: int | None) -> None:
@@ -37,7 +41,18 @@ def reaped(config: Config, instance: str | None, epoch: int | None) -> None:
 
 
 EPOCH = 3
+
+
+def run_openai(config: Config, instance: str | None, pp_rank: int | None) -> None:
+    os.environ["STAGEMESH_FAKE_SERVICE"] = "openai"
+    assert config.openai.port is not None
+    port = config.openai.port or OPENAI_PORT
+    Path(config.mesh.run_dir).with_suffix(".openai").write_text(f"{port} in front of {config.router.listen}")
+    Fake("openai", Path(config.mesh.run_dir).with_suffix(".journal"), address=f"127.0.0.1:{port}").run()
+
+
 ENTRIES = {
+    "openai": f"{__name__}:run_openai",
     "router": f"{__name__}:run_router",
     "broker": f"{__name__}:run_broker",
     "prefill": f"{__name__}:run",
@@ -46,7 +61,8 @@ ENTRIES = {
 
 
 class Fake:
-    def __init__(self, name: str, journal: Path) -> None:
+    def __init__(self, name: str, journal: Path, *, address: str | None) -> None:
+        self._address = address
         self._name = name
         self._journal = journal
         self._behaviour = os.environ.get(BEHAVIOUR + name, "")
@@ -60,7 +76,7 @@ class Fake:
         self._before_ready()
         if "/" in self._name:
             notifier.epoch(EPOCH)
-        notifier.ready("127.0.0.1:12345" if self._name == "router" else None)
+        notifier.ready(self._address)
         assert notifier.watchdog_timeout_s is not None
         while True:
             notifier.watchdog()

@@ -20,6 +20,7 @@ SERVICES: Final = (
     "stagemesh-router.service",
     "stagemesh-prefill@.service",
     "stagemesh-decode@.service",
+    "stagemesh-openai.service",
 )
 _OURS: Final = re.compile(r"/(?:opt/stagemesh|etc/stagemesh|run/stagemesh|var/lib|var/cache)\b")
 _UNITS_OF_TIME: Final = {"": 1.0, "s": 1.0, "min": 60.0, "ms": 0.001}

@@ -29,6 +29,8 @@ WELL = Facts(
         "torch": Module(True, "2.11.0"),
         "mooncake.engine": Module(True, "0.3.14"),
         "nixl._api": Module(True, "1.5.1"),
+        "smg": Module(True, "1.13.0"),
+        "smg_grpc_proto": Module(True, "0.4.28"),
     },
     torch_cuda="",
     libraries={"libibverbs.so.1": True, "librdmacm.so.1": True, "libnuma.so.1": True},
@@ -52,6 +54,7 @@ def config(**tables: Any) -> Config:
 
 CPU = config(nats={"url": "nats://127.0.0.1:4222"})
 CUDA = config(model={"path": "m", "device": "cuda"})
+OPENAI = config(nats={"url": "nats://127.0.0.1:4222"}, openai={"port": 8000})
 RDMA = config(transfer={"protocol": "rdma"})
 
 
@@ -59,7 +62,7 @@ def found(facts: Facts, given: Config | None, state: State) -> list[Finding]:
     return [finding for finding in judge(facts, given) if finding.state is state]
 
 
-@pytest.mark.parametrize("given", [None, CPU])
+@pytest.mark.parametrize("given", [None, CPU, OPENAI])
 def test_a_host_that_is_well_needs_nothing(given: Config | None) -> None:
     findings = list(judge(WELL, given))
     assert {finding.state for finding in findings} == {State.OK}
@@ -72,6 +75,7 @@ def test_a_host_that_is_well_needs_nothing(given: Config | None) -> None:
         ({"python": (3, 13, 0)}, None, "python", "3.11 or 3.12"),
         ({"modules": {**WELL.modules, "torch": GONE}}, CPU, "torch", "stagemesh[cpu]"),
         ({"modules": {**WELL.modules, "mooncake.engine": GONE}}, CPU, "transfer engine (mooncake)", "stagemesh[cpu]"),
+        ({"modules": {**WELL.modules, "smg": GONE}}, OPENAI, "openai", "stagemesh[openai]"),
         ({"libraries": {"libnuma.so.1": True}}, CPU, "libraries", "apt-get install libibverbs1 librdmacm1"),
         ({}, CUDA, "torch", "stagemesh[cu13]"),
         ({"torch_cuda": "13.0"}, CUDA, "gpus", "NVIDIA driver"),

@@ -15,7 +15,7 @@ import pytest
 
 from stagemesh.shared.config import load_config
 from tests.support.fake_mesh import WATCHDOG
-from tests.support.fake_services import BEHAVIOUR
+from tests.support.fake_services import BEHAVIOUR, OPENAI_PORT
 from tests.support.mesh import LIMIT_S, Mesh, started, terminate, wait_gone
 
 
@@ -57,6 +57,22 @@ def test_it_starts_all_says_where_they_are_and_stops_them_in_order(tmp_path: Pat
     assert "[decode-0/1] decode-0/1 was started" in mesh.output
     assert "stagemesh: decode-0/1 is ready" in mesh.output
     assert not mesh.ready_file.exists()
+
+
+def test_what_stands_before_the_router_starts_after_it_and_stops_before_it(tmp_path: Path) -> None:
+    with mesh_of(tmp_path, environ={"STAGEMESH_OPENAI__PORT": "0"}) as mesh:
+        record = mesh.record()
+        assert record["openai"] == f"127.0.0.1:{OPENAI_PORT}"
+        assert (tmp_path / "run.openai").read_text() == f"{OPENAI_PORT} in front of 127.0.0.1:12345"
+        (tmp_path / "run.openai").unlink()
+        kill(mesh, "openai")
+        mesh.read_until("openai is back, start 2")
+        assert (tmp_path / "run.openai").read_text() == f"{OPENAI_PORT} in front of 127.0.0.1:12345"
+        terminate(mesh)
+        assert mesh.wait() == 0
+    assert f"OpenAI clients: http://127.0.0.1:{OPENAI_PORT}/v1, model smollm2" in mesh.output
+    told = [line.split()[0] for line in journal(tmp_path) if line.endswith("told to stop")]
+    assert told[:2] == ["openai", "router"]
 
 
 def test_interrupt_drains_too(tmp_path: Path) -> None:

@@ -96,4 +96,5 @@ def test_a_secret_is_handed_to_those_that_need_it_alone(tmp_path: Path) -> None:
         ["host.key", "keys", "router"],
         ["host.key", "stage"],
         ["host.key", "stage"],
+        ["host.key"],
     ]
