@@ -31,6 +31,7 @@ from stagemesh.shared.rpc.dial import PLAIN, Dial
 from stagemesh.shared.rpc.errors import first_of_ours
 
 INSTANCE = instance_pb2.DESCRIPTOR.services_by_name["Instance"]
+PULSE_S = 0.5
 MAX_QUEUED = 20_000  # messages; a head that is so far behind gets no more requests
 
 
@@ -157,7 +158,12 @@ class HeadSession:
 
     async def _write(self, stream: Any) -> None:
         while True:
-            await stream.send(await self._outgoing.get())
+            try:
+                async with asyncio.timeout(PULSE_S):
+                    message = await self._outgoing.get()
+            except TimeoutError:
+                message = instance_pb2.SessionUp(pulse=instance_pb2.SessionUp.Pulse())
+            await stream.send(message)
 
     async def _read(self, stream: Any) -> None:
         async for message in stream.receive():

@@ -173,7 +173,7 @@ class RequestRef(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class SessionUp(_message.Message):
-    __slots__ = ("open", "submit", "first_token", "abort")
+    __slots__ = ("open", "submit", "first_token", "abort", "pulse")
     class Open(_message.Message):
         __slots__ = ("router", "epoch")
         ROUTER_FIELD_NUMBER: _ClassVar[int]
@@ -216,15 +216,20 @@ class SessionUp(_message.Message):
         REQUEST_FIELD_NUMBER: _ClassVar[int]
         request: RequestRef
         def __init__(self, request: _Optional[_Union[RequestRef, _Mapping]] = ...) -> None: ...
+    class Pulse(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
     OPEN_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    PULSE_FIELD_NUMBER: _ClassVar[int]
     open: SessionUp.Open
     submit: SessionUp.Submit
     first_token: SessionUp.FirstToken
     abort: SessionUp.AbortSequence
-    def __init__(self, open: _Optional[_Union[SessionUp.Open, _Mapping]] = ..., submit: _Optional[_Union[SessionUp.Submit, _Mapping]] = ..., first_token: _Optional[_Union[SessionUp.FirstToken, _Mapping]] = ..., abort: _Optional[_Union[SessionUp.AbortSequence, _Mapping]] = ...) -> None: ...
+    pulse: SessionUp.Pulse
+    def __init__(self, open: _Optional[_Union[SessionUp.Open, _Mapping]] = ..., submit: _Optional[_Union[SessionUp.Submit, _Mapping]] = ..., first_token: _Optional[_Union[SessionUp.FirstToken, _Mapping]] = ..., abort: _Optional[_Union[SessionUp.AbortSequence, _Mapping]] = ..., pulse: _Optional[_Union[SessionUp.Pulse, _Mapping]] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
     __slots__ = ("request", "token_ids", "end", "error", "logprobs", "cached_tokens", "prompt_logprobs")

@@ -1,6 +1,6 @@
-"""The streams between routers and this head. A router that is gone takes its sequences with it.
+"""The streams between routers and this head. A router that is gone, or silent, takes its sequences with it.
 
-router --submit, first token, abort--> head
+router --submit, first token, abort; a pulse where there is nothing to say--> head
        <--one message a step, with the outputs of all of this router's sequences--
 """
 
@@ -14,9 +14,10 @@ from stagemesh.shared.codec.mesh import request_from_pb
 from stagemesh.shared.codec.session import outputs_to_pb
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
-from stagemesh.shared.errors import Exhausted, ProtocolViolation
+from stagemesh.shared.errors import Exhausted, PeerLost, ProtocolViolation
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import instance_pb2
+from stagemesh.shared.runtime.silence import LOOK_S, LOST_AFTER_S, Silence
 
 MAX_QUEUED = 10_000  # messages to one router, which are a step's each: a router this far behind is gone
 
@@ -37,6 +38,7 @@ class _Session:
         self.outgoing: asyncio.Queue[instance_pb2.SessionDown] = asyncio.Queue(MAX_QUEUED)
         self.requests: set[RequestRef] = set()
         self.behind = asyncio.Event()
+        self.silence = Silence()
 
     def tell(self, outputs: Iterable[SequenceOutput]) -> None:
         """Queues a message. A router that has not read so many is gone: it hangs, whatever its socket does."""
@@ -61,18 +63,19 @@ class Sessions:
     async def serve(self, messages: AsyncIterator[instance_pb2.SessionUp], context: Any) -> None:
         """One router's stream, to its end."""
         session: _Session | None = None
+        others: list[asyncio.Task[None]] = []
         try:
             async with asyncio.TaskGroup() as group:
                 async for message in messages:
                     if session is None:
                         session = self._open(message)
-                        sender = group.create_task(self._send(session, context))
-                        watcher = group.create_task(_raise_once(session))
+                        works = self._send(session, context), _raise_once_behind(session), _raise_once_silent(session)
+                        others = [group.create_task(work) for work in works]
                     else:
+                        session.silence.heard()
                         self._take(session, message)
-                if session is not None:
-                    sender.cancel()
-                    watcher.cancel()
+                for other in others:
+                    other.cancel()
         finally:
             if session is not None:
                 self._close(session)
@@ -109,6 +112,8 @@ class Sessions:
                 request = request_from_pb(message.abort.request)
                 self._forget(request)
                 self._requests.on_abort(request)
+            case "pulse":
+                pass
             case kind:
                 raise ProtocolViolation(f"session message of unknown kind {kind}")
 
@@ -140,7 +145,15 @@ class Sessions:
             self._requests.on_abort(request)
 
 
-async def _raise_once(session: _Session) -> None:
+async def _raise_once_behind(session: _Session) -> None:
     """Raises Exhausted once the router is too far behind, which ends its stream."""
     await session.behind.wait()
     raise Exhausted(f"{session.router} does not read: {MAX_QUEUED} messages wait for it")
+
+
+async def _raise_once_silent(session: _Session) -> None:
+    """Raises PeerLost once the router hangs: its clients may be gone, and nobody would say so."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        if session.silence.look():
+            raise PeerLost(f"{session.router} has been silent for {LOST_AFTER_S:g} s")

@@ -109,6 +109,37 @@ def test_a_head_that_hangs_is_lost_when_the_directory_says_so(tmp_path: Path) ->
     asyncio.run(run())
 
 
+class Listening(Hanging):
+    """A head that counts what comes."""
+
+    def __init__(self) -> None:
+        self.kinds: asyncio.Queue[str] = asyncio.Queue()
+
+    async def Session(self, messages: Any, context: Any) -> None:  # noqa: N802
+        async for message in messages:
+            self.kinds.put_nowait(message.WhichOneof("kind"))
+
+
+def test_a_router_that_has_nothing_to_say_pulses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "PULSE_S", 0.01)
+
+    async def run() -> None:
+        head = Listening()
+        server = Server({INSTANCE: head})
+        info = dataclasses.replace(instance_of("p", PREFILL), address=await server.start(f"unix:{tmp_path}/s"))
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+            session = HeadSession(info, "router", group.create_task, Log(logging.getLogger(__name__)), lambda: None)
+            assert await head.kinds.get() == "open"
+            submit(session, 1)
+            kinds = [await head.kinds.get() for _ in range(6)]
+            session.close()
+        await server.stop()
+        assert kinds.count("submit") == 1
+        assert kinds.count("pulse") == 5
+
+    asyncio.run(run())
+
+
 class SlowBroker:
     """Answers when told to."""
 

@@ -12,7 +12,7 @@ import pytest
 from stagemesh.shared.codec.mesh import request_to_pb
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule.output import SequenceOutput
-from stagemesh.shared.errors import Exhausted
+from stagemesh.shared.errors import Exhausted, PeerLost
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import instance_pb2
 from stagemesh.shared.rpc.errors import first_of_ours
@@ -64,3 +64,36 @@ def test_a_router_that_does_not_read_is_gone_and_the_instance_goes_on(monkeypatc
         assert (requests.aborted, sessions.num_open, sessions.num_requests) == ([REF], 0, 0)
 
     asyncio.run(run())
+
+
+def test_a_silent_router_is_gone_and_one_that_pulses_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "LOOK_S", 0.0)
+    pulse = instance_pb2.SessionUp(pulse=instance_pb2.SessionUp.Pulse())
+
+    async def hangs_after(pulses: int) -> AsyncIterator[instance_pb2.SessionUp]:
+        async for message in one_request_of():
+            yield message
+        for _ in range(pulses):
+            yield pulse
+            await asyncio.sleep(0)
+        await asyncio.get_running_loop().create_future()
+
+    async def one_request_of() -> AsyncIterator[instance_pb2.SessionUp]:
+        yield instance_pb2.SessionUp(open=instance_pb2.SessionUp.Open(router="router-1", epoch=1))
+        yield instance_pb2.SessionUp(submit=instance_pb2.SessionUp.Submit(request=request_to_pb(REF)))
+
+    async def run(pulses: int) -> int:
+        """How many turns of the loop it took."""
+        requests, turns = Requests(), 0
+        sessions = Sessions(requests, 1, Log(logging.getLogger(__name__)))
+        serving = asyncio.ensure_future(sessions.serve(hangs_after(pulses), Deaf()))
+        while not serving.done():
+            turns += 1
+            await asyncio.sleep(0)
+        with pytest.raises(ExceptionGroup) as caught:
+            await serving
+        assert isinstance(first_of_ours(caught.value), PeerLost)
+        assert (requests.aborted, sessions.num_open, sessions.num_requests) == ([REF], 0, 0)
+        return turns
+
+    assert asyncio.run(run(100)) >= 100 > asyncio.run(run(0))
