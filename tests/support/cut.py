@@ -33,6 +33,12 @@ def cut(pid: int, wanted: Callable[[Peer], bool]) -> int:
     return count
 
 
+def tcp_ports(pid: int) -> frozenset[int]:
+    """Those at which the process listens or talks."""
+    names = [connection.getsockname() for connection in _connections(pid)]
+    return frozenset(int(name[1]) for name in names if isinstance(name, tuple))
+
+
 def _path(peer: str | bytes) -> str:
     return peer.decode(errors="replace") if isinstance(peer, bytes) else peer
 

@@ -1,8 +1,9 @@
 """Blows at the processes of a mesh, each while a request is in a phase that is known, and what came of every request.
 
-The victim is stopped for a moment. It says nothing more then, so what its peers show stands still: the broker's tickets
-and the clients' streams tell in which phase the requests are that it works on. If none is in the phase that is wanted,
-the victim goes on, and the next moment is tried; else the blow falls where it stands.
+Something is stopped for a moment, so that what is looked at stands still: mostly the victim, after whose last word the
+broker's tickets and the clients' streams tell in which phase the requests are that it works on; the heads, where the
+broker is the victim; the ring of the decode instances, where sequences are to be retracted. If no request is in the
+phase that is wanted, all goes on, and the next moment is tried; else the blow falls where it stands.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ import asyncio
 import os
 import signal
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from functools import cached_property
 from typing import Any
 
 from stagemesh.shared.errors import Bug, ProtocolViolation, StagemeshError
@@ -23,100 +23,15 @@ from stagemesh.shared.pb import inspect_pb2
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.rpc.inspect import INSPECT
 from tests.support.client import GENERATOR, Answer, generate, token_request
-from tests.support.cut import cut
+from tests.support.cut import Peer, cut, tcp_ports
+from tests.support.fault_cases import ACTIVATIONS, KV, Blow, Case, Outcome, Phase, Result
 from tests.support.reference import check_greedy
 from tests.support.running import RunningMesh
 
 HANG_LIMIT_S = 120.0
 AIM_LIMIT_S = 60.0
 CALL_LIMIT_S = 10.0
-LOOKS = 5  # at what comes to stand before a victim that is stopped
-
-
-class Blow(Enum):
-    KILL = "kill"
-    STOP = "stop"
-    CUT = "cut"
-
-
-class Phase(Enum):
-    """Of a request, as its ticket and its stream show it."""
-
-    QUEUED = "queued"  # no page is its own yet, or nothing has been begun
-    PREFILL = "prefill chunk"  # writes have been announced; its first token has not come
-    TRANSFER = "mid-transfer"  # its first token has come; not all of its KV has been reported
-    COMMITTED = "committed"  # all KV is there; the decode side has not said so, or has made no token
-    DECODING = "decoding"
-
-
-class Outcome(Enum):
-    EXACT = "exact"
-    ERROR = "true error"  # after nothing but right tokens
-    WRONG = "wrong"
-    HANG = "hang"
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """`victim` is `router` or a stage such as `prefill-0/1`; for CUT a link, from one that has connected to another:
-    `router>decode-0/0`, `decode-0/0>decode-0/1`, or to where KV goes, `prefill-0/1>kv`."""
-
-    victim: str
-    blow: Blow
-    phase: Phase
-
-    @property
-    def process(self) -> str:
-        return self.victim.partition(">")[0]
-
-    @property
-    def target(self) -> str:
-        """The other end of a link."""
-        return self.victim.partition(">")[2]
-
-    @property
-    def group(self) -> str:
-        """What is started again with it."""
-        return self.process.partition("/")[0]
-
-    @property
-    def is_stage(self) -> bool:
-        return "/" in self.process
-
-    @property
-    def is_loss(self) -> bool:
-        """Something must be started again: a process is gone, or an instance is not one any more."""
-        return self.blow is not Blow.CUT or self.target.startswith(f"{self.group}/")
-
-    def __str__(self) -> str:
-        return f"{self.victim} {self.blow.name} {self.phase.value}"
-
-
-@dataclass(slots=True)
-class Result:
-    """`acted_s` is from the blow until the router knows, for a stage. `hit` counts the requests in the phase."""
-
-    case: Case
-    hit: int = 0
-    outcomes: Counter[Outcome] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-    acted_s: float | None = None
-    took_s: float = 0.0
-    held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-
-    def row(self) -> str:
-        counts = "".join(f"{self.outcomes[outcome]:>11}" for outcome in Outcome)
-        acted = "-" if self.acted_s is None else f"{self.acted_s:.2f} s"
-        return f"{self.case!s:<40}{self.hit:>5}{counts}{acted:>9}{self.took_s:>8.1f} s"
-
-
-def table(results: Iterable[Result]) -> str:
-    head = "".join(f"{outcome.value:>11}" for outcome in Outcome)
-    lines = [f"{'case':<40}{'hit':>5}{head}{'acted':>9}{'took':>10}"]
-    for result in results:
-        lines.append(result.row())
-        lines += [f"    {count} x {error}" for error, count in result.errors.most_common(3)]
-    return "\n".join(lines)
+LOOKS = 5  # at what comes to stand
 
 
 class Streams:
@@ -153,87 +68,165 @@ class Streams:
             self.over += 1
             self.moved.set()
 
-    def phases(self, tickets: Iterable[Entry], case: Case) -> Counter[Phase]:
-        """Of the requests that the victim's instance works on; for a router, of all."""
-        found = Counter[Phase]()
+    def hits(self, entries: Iterable[Entry], case: Case) -> int:
+        """How many of the requests that the victim works on are in the phase: by what the broker holds, or, for
+        retracted ones, the decode heads."""
+        if case.phase is Phase.RETRACTED:
+            return sum(entry.kind == "sequence" and entry.state == "retracted" for entry in entries)
+        tickets, found = [entry for entry in entries if entry.kind == "ticket"], 0
         for ticket in tickets:
             pair = (str(ticket.details["prefill"]), str(ticket.details["decode"]))
             at = int(str(ticket.details["request"]).rpartition("-")[2].partition("/")[0])  # NAME-NUMBER/ATTEMPT
             self._decode[at] = pair[1]
-            if not case.is_stage or any(name.startswith(f"{case.group}@") for name in pair):
-                found[self._phase(at, ticket.state)] += 1
-        if not case.group.startswith("prefill"):
-            mine = [at for at, name in self._decode.items() if not case.is_stage or name.startswith(f"{case.group}@")]
-            found[Phase.DECODING] = sum(1 < len(self.answers[at].token_ids) < self._new_tokens for at in mine)
+            is_meant = not case.concerned or any(name.startswith(f"{case.concerned}@") for name in pair)
+            found += is_meant and self._phase(at, ticket, case) is case.phase
+        if case.phase is Phase.DECODING:
+            meant = [at for at, name in self._decode.items() if name.startswith(case.concerned)]
+            return sum(1 < len(self.answers[at].token_ids) < self._new_tokens for at in meant)
         return found
 
-    def _phase(self, at: int, ticket_state: str) -> Phase:
-        if ticket_state in ("opened", "reserved"):
+    def _phase(self, at: int, ticket: Entry, case: Case) -> Phase | None:
+        """None if the very stage is through with it. The first one mostly is when the first token comes from the last:
+        then it is enough that one of them is not."""
+        if ticket.state in ("opened", "reserved"):
             return Phase.QUEUED
-        if ticket_state == "filling":
-            return Phase.TRANSFER if self.answers[at].token_ids else Phase.PREFILL
-        return Phase.COMMITTED
+        if ticket.state == "filling" and self.answers[at].token_ids:
+            return Phase.TRANSFER
+        if ticket.state == "filling":
+            is_through = case.group.startswith("prefill") and case.process not in ticket.on
+            return None if is_through else Phase.PREFILL
+        return Phase.COMMITTED if ticket.state == "committed" else None
 
     def outcome(self, at: int, reference: Any) -> Outcome:
-        answer, error = self.answers[at], self.errors.get(at)
+        outcome = judge(reference, self._prompts[at], self.answers[at], self.errors.get(at), self._new_tokens)
+        if outcome is Outcome.WRONG:
+            self.wrong.append(f"request {at}: {self.answers[at]}"[:200])
+        return outcome
+
+
+def judge(reference: Any, prompt: Sequence[int], answer: Answer, error: Exception | None, new_tokens: int) -> Outcome:
+    """`error` is what the request ended with, if it had no ending of its own."""
+    try:
+        check_greedy(reference, prompt, answer.token_ids)
+    except AssertionError:
+        return Outcome.WRONG
+    if isinstance(error, TimeoutError):
+        return Outcome.HANG
+    if error is not None:
+        return Outcome.WRONG if isinstance(error, Bug | ProtocolViolation) else Outcome.ERROR
+    whole = answer.reason == "length" and len(answer.token_ids) == new_tokens
+    return Outcome.EXACT if whole else Outcome.WRONG
+
+
+class Aim:
+    """Who is stopped while one looks, and where one looks."""
+
+    def __init__(self, mesh: RunningMesh, case: Case, peers: Mapping[str, str]) -> None:
+        self.case, self._peers, self._pids = case, peers, mesh.pids
+        heads = sorted(name for name in peers if name.endswith("/0"))
+        decodes = [name for name in heads if name.startswith(case.concerned or "decode")]
+        self.witnesses, self.still = ["broker"], [case.process]
+        if case.phase is Phase.RETRACTED:
+            self.witnesses, self.still = decodes, [f"{name.partition('/')[0]}/1" for name in decodes]
+        elif case.process == "broker":
+            self.still = heads
+        self.pids, self._victim = [mesh.pids[name] for name in self.still], mesh.pids[case.process]
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """What is looked at stands still meanwhile; the victim may stay as it is at the end."""
+        for pid in self.pids:
+            os.kill(pid, signal.SIGSTOP)
         try:
-            check_greedy(reference, self._prompts[at], answer.token_ids)
-        except AssertionError as wrong:
-            self.wrong.append(str(wrong))
-            return Outcome.WRONG
-        if isinstance(error, TimeoutError):
-            return Outcome.HANG
-        if error is not None:
-            return Outcome.WRONG if isinstance(error, Bug | ProtocolViolation) else Outcome.ERROR
-        whole = answer.reason == "length" and len(answer.token_ids) == self._new_tokens
-        return Outcome.EXACT if whole else Outcome.WRONG
+            yield
+        finally:
+            for pid in self.pids:
+                if pid != self._victim:
+                    os.kill(pid, signal.SIGCONT)
+
+    def spare(self) -> None:
+        """The victim goes on."""
+        os.kill(self._victim, signal.SIGCONT)
+
+    def deal(self) -> bool:
+        """False if there is no such connection to be cut at the moment."""
+        match self.case.blow:
+            case Blow.KILL:
+                os.kill(self._victim, signal.SIGKILL)
+            case Blow.STOP:
+                os.kill(self._victim, signal.SIGSTOP)
+            case Blow.CUT:
+                num_cut = cut(self._victim, self._is_meant)
+                self.spare()
+                return num_cut > 0
+        return True
+
+    def _is_meant(self, peer: Peer) -> bool:
+        if isinstance(peer, tuple):
+            return peer[1] in self._ports
+        return peer == self._peers.get(self.case.target, "").removeprefix("unix:")
+
+    @cached_property
+    def _ports(self) -> frozenset[int]:
+        """Of the processes at the other end."""
+        ends = {KV: "decode-", ACTIVATIONS: f"{self.case.group}/"}.get(self.case.target, "none")
+        others = (pid for name, pid in self._pids.items() if name.startswith(ends) and pid != self._victim)
+        return frozenset[int]().union(*map(tcp_ports, others))
 
 
-async def strike(mesh: RunningMesh, case: Case, streams: Streams) -> int:
+async def strike(mesh: RunningMesh, case: Case, streams: Streams, peers: Mapping[str, str]) -> int:
     """Deals the blow; returns how many requests it has hit in their phase. Fails if there never was one."""
-    pid, peers = mesh.pids[case.process], await mesh.peers()
-    async with asyncio.timeout(AIM_LIMIT_S), Client(peers["broker"], INSPECT) as client:
+    aim = Aim(mesh, case, peers)
+    async with asyncio.timeout(AIM_LIMIT_S), AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client(peers[name], INSPECT)) for name in aim.witnesses]
         while True:
             await streams.moved.wait()
             streams.moved.clear()
-            os.kill(pid, signal.SIGSTOP)
-            for _ in range(LOOKS):
-                reply = await client.call("Dump", inspect_pb2.DumpRequest(), timeout_s=CALL_LIMIT_S)
-                tickets = [entry for entry in decode_entries(reply.entries) if entry.kind == "ticket"]
-                if hit := streams.phases(tickets, case)[case.phase]:
-                    deal(case, pid, peers)
-                    return hit
-            os.kill(pid, signal.SIGCONT)
+            with aim.stopped():
+                for _ in range(LOOKS):
+                    entries = [entry for client in clients for entry in await _dump(client)]
+                    if (hit := streams.hits(entries, case)) and aim.deal():
+                        return hit
+                aim.spare()
             assert streams.over < len(streams.answers), f"{case}: no request was ever in that phase"
 
 
-def deal(case: Case, pid: int, peers: Mapping[str, str]) -> None:
-    """To a process that is stopped."""
-    match case.blow:
-        case Blow.KILL:
-            os.kill(pid, signal.SIGKILL)
-        case Blow.CUT:
-            path = peers.get(case.target, "").removeprefix("unix:")
-            num_cut = cut(pid, lambda peer: isinstance(peer, tuple) if case.target == "kv" else peer == path)
-            os.kill(pid, signal.SIGCONT)
-            assert num_cut, f"{case}: there is no such connection"
-        case Blow.STOP:
-            pass
+async def _dump(client: Client) -> list[Entry]:
+    reply = await client.call("Dump", inspect_pb2.DumpRequest(), timeout_s=CALL_LIMIT_S)
+    return decode_entries(reply.entries)
+
+
+async def until_acted(mesh: RunningMesh, case: Case, peers: Mapping[str, str]) -> None:
+    """The router knows that an instance is lost, or the heads that a router is: whatever it had there is given up."""
+    if case.is_stage:
+        await mesh.until_instances(3)
+        return
+    async with AsyncExitStack() as stack:
+        heads = [name for name in peers if name.endswith("/0")]
+        clients = [await stack.enter_async_context(Client(peers[name], INSPECT)) for name in heads]
+        for client in clients:
+            while await _requests(client):
+                pass
+
+
+async def _requests(client: Client) -> int:
+    reply = await client.call("Check", inspect_pb2.CheckRequest(), timeout_s=CALL_LIMIT_S)
+    return int(reply.held["requests"])
 
 
 async def run_case(
-    mesh: RunningMesh, case: Case, reference: Any, prompts: Sequence[Sequence[int]], new_tokens: int, *, start: int
+    mesh: RunningMesh, case: Case, reference: Any, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> Result:
-    """Deals one blow under load and waits until the mesh is whole again. `start` is how often the victim's group will
-    have been started then."""
+    """Deals one blow under load and waits until the mesh is whole again."""
     result, streams, began_s = Result(case), Streams(mesh, prompts, new_tokens), time.monotonic()
+    start, peers = mesh.num_starts(case.group) + 1, await mesh.peers()
     async with asyncio.TaskGroup() as group:
-        group.create_task(streams.run(f"{case.group.replace('/', '.')}-{start}"))
+        group.create_task(streams.run(f"{case.group}.{time.monotonic_ns()}"))
         streams.moved.set()
-        result.hit = await strike(mesh, case, streams)
+        result.hit = await strike(mesh, case, streams, peers)
         struck_s = time.monotonic()
-        if case.is_stage and case.is_loss:
-            await mesh.until_instances(3)
+        if case.is_loss and (case.is_stage or case.process == "router"):
+            await until_acted(mesh, case, peers)
             result.acted_s = time.monotonic() - struck_s
     for at in range(len(prompts)):
         result.outcomes[streams.outcome(at, reference)] += 1
@@ -242,5 +235,6 @@ async def run_case(
     if case.is_loss:
         await mesh.until_back(case.group, start)
     await mesh.until_instances(4)
+    await mesh.check_idle()
     result.took_s = time.monotonic() - began_s
     return result

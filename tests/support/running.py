@@ -103,6 +103,11 @@ class RunningMesh:
         self.record = json.loads(self._ready_file.read_text())
         return self.record
 
+    def num_starts(self, group: str) -> int:
+        """How often it has been started and was ready."""
+        with self._heard:
+            return 1 + sum(line.startswith(f"stagemesh: {group} is back") for line in self.output)
+
     async def until_back(self, group: str, start: int = 2) -> None:
         """Returns when an instance, the router or the bus has been started for that time, and is ready."""
         line = f"stagemesh: {group} is back, start {start}\n"
