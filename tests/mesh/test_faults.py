@@ -149,7 +149,7 @@ async def run_chaos(mesh: RunningMesh, reference: Any, duration_s: float, period
 
 def test_chaos(shared_mesh: RunningMesh, reference: Any) -> None:
     """Each kind of process dies once."""
-    asyncio.run(run_chaos(shared_mesh, reference, duration_s=36.0, period_s=4.5, seed=0))
+    asyncio.run(run_chaos(shared_mesh, reference, duration_s=28.0, period_s=3.5, seed=0))
 
 
 @pytest.mark.full

@@ -164,7 +164,7 @@ class Aim:
     def _is_meant(self, peer: Peer) -> bool:
         if isinstance(peer, tuple):
             return peer[1] in self._ports
-        return peer == self._peers.get(self.case.target, "").removeprefix("unix:")
+        return f"unix:{peer}" == self._peers.get(self.case.target)
 
     @cached_property
     def _ports(self) -> frozenset[int]:
@@ -217,9 +217,9 @@ async def _requests(client: Client) -> int:
 async def run_case(
     mesh: RunningMesh, case: Case, reference: Any, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> Result:
-    """Deals one blow under load and waits until the mesh is whole again."""
+    """Deals one blow under load and waits until the mesh is whole again. Nobody else is started again."""
     result, streams, began_s = Result(case), Streams(mesh, prompts, new_tokens), time.monotonic()
-    start, peers = mesh.num_starts(case.group) + 1, await mesh.peers()
+    start, before, peers = mesh.num_starts(case.group) + 1, mesh.pids, await mesh.peers()
     async with asyncio.TaskGroup() as group:
         group.create_task(streams.run(f"{case.group}.{time.monotonic_ns()}"))
         streams.moved.set()
@@ -236,5 +236,8 @@ async def run_case(
         await mesh.until_back(case.group, start)
     await mesh.until_instances(4)
     await mesh.check_idle()
+    mesh.read_record()
+    changed = {name.partition("/")[0] for name, pid in mesh.pids.items() if pid != before[name]}
+    assert changed == ({case.group} if case.is_loss else set()), f"{case}: {changed} were started again"
     result.took_s = time.monotonic() - began_s
     return result
