@@ -31,3 +31,11 @@ def test_the_router_benchmark_ends_with_its_table() -> None:
 def test_a_small_stress_on_a_pool_for_a_quarter_of_it_finishes() -> None:
     *_, finished, _, _ = run("tests/bench/pressure.py", "--parts", "stress", "--prompts", "12")
     assert finished.startswith("12 of 12 finished")
+
+
+@pytest.mark.full
+def test_a_short_soak_holds_nothing_at_the_end() -> None:
+    *_, ends = run("tests/bench/soak.py", "--requests", "640")
+    assert ends.startswith("{")
+    assert "'refused': 20" in ends
+    assert "'gone': 20" in ends
