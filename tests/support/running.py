@@ -119,6 +119,12 @@ class RunningMesh:
         assert await asyncio.to_thread(wait), self.said
         self.read_record()
 
+    def until_said(self, text: str) -> str:
+        """The first line with that text that it says, or has said."""
+        with self._heard:
+            assert self._heard.wait_for(lambda: any(text in line for line in self.output), SETTLE_LIMIT_S), self.said
+            return next(line for line in self.output if text in line)
+
     async def until_instances(self, count: int) -> None:
         """Returns when the router can talk to so many. Each round asks it, which takes its time: no wait of our own."""
         async with asyncio.timeout(START_LIMIT_S), Client(self.router, INSPECT, dial=self._router_dial) as client:
