@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
 
+from stagemesh.services.broker.reported import Reported
 from stagemesh.services.broker.tickets import Ticket
 from stagemesh.shared.core.directory import InstanceInfo
 from stagemesh.shared.fsm.ticket import TicketState
 from stagemesh.shared.obs.entry import Detail, Entry
-
-
-@dataclass(slots=True)
-class ReportTimes:
-    """When an instance has joined, and when it has reported last; CLOCK_MONOTONIC in seconds."""
-
-    joined_s: float
-    last_s: float
-
 
 Wait = tuple[str, tuple[str, ...]]
 """What for, and on whom: processes or instances."""
@@ -35,6 +26,17 @@ def describe_ticket(ticket: Ticket, reserving: Container[str], now_s: float) -> 
     if ticket.reason:
         details["reason"] = ticket.reason
     return Entry("ticket", ticket.ticket_id, now_s - ticket.opened_s, ticket.state.value, waits_for, on, details)
+
+
+def failure_details(ticket: Ticket) -> dict[str, Detail]:
+    """What listeners are told of one that has failed."""
+    return {
+        "ticket_id": ticket.ticket_id,
+        "request": str(ticket.request),
+        "prefill": str(ticket.prefill),
+        "decode": str(ticket.decode),
+        "reason": ticket.reason,
+    }
 
 
 def _wait(ticket: Ticket, reserving: Container[str]) -> Wait:
@@ -58,7 +60,7 @@ def _wait(ticket: Ticket, reserving: Container[str]) -> Wait:
             return "", ()
 
 
-def describe_instance(info: InstanceInfo, times: ReportTimes, now_s: float) -> Entry:
+def describe_instance(info: InstanceInfo, times: Reported, now_s: float) -> Entry:
     details = {"role": info.role.value, "epoch": info.ref.epoch, "last_report_s": round(now_s - times.last_s, 3)}
-    state = "accepting" if info.accepting else "leaving"
+    state = times.state.value
     return Entry("instance", info.ref.name, now_s - times.joined_s, state, details=details)

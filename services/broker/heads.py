@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from google.protobuf.message import Message
+
 from stagemesh.services.broker.tickets import Close, Commit, Ticket, Verify
 from stagemesh.shared.codec.arrays import to_tuple
 from stagemesh.shared.codec.mesh import request_to_pb
@@ -88,6 +92,15 @@ class Heads:
         """Every stage of `ref` has read what processes had sent that have ended."""
         request = instance_pb2.ReadOutRequest(epoch=ref.epoch)
         await self._client(ref).call("ReadOut", request, timeout_s=CALL_TIMEOUT_S)
+
+    async def ask(self, ref: InstanceRef, method: str, message: Message, timeout_s: float) -> Any:
+        """What an operator wants of a head."""
+        return await self._client(ref).call(method, message, timeout_s=timeout_s)
+
+    async def ask_stage(self, address: str, method: str, message: Message, timeout_s: float) -> Any:
+        """What an operator wants of a stage, whether or not it hosts a head."""
+        async with Client(address, INSTANCE, dial=self._dial) as client:
+            return await client.call(method, message, timeout_s=timeout_s)
 
     def _client(self, ref: InstanceRef) -> Client:
         client = self._clients.get(ref)

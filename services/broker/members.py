@@ -12,13 +12,15 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
-from stagemesh.services.broker.describe import ReportTimes, describe_instance
+from stagemesh.services.broker.describe import describe_instance
 from stagemesh.services.broker.directory import Directory, flaw
 from stagemesh.services.broker.fences import Fences
 from stagemesh.services.broker.gathering import check_leg
 from stagemesh.services.broker.heads import Heads
 from stagemesh.services.broker.progress import ProgressWatch
+from stagemesh.services.broker.reported import Reported
 from stagemesh.services.broker.watchers import Updates, Watchers
+from stagemesh.shared.bus.events import EventKind, Events
 from stagemesh.shared.codec.mesh import instance_from_pb, progress_from_pb
 from stagemesh.shared.codec.tickets import leg_from_pb
 from stagemesh.shared.core.directory import InstanceInfo, Role
@@ -55,15 +57,16 @@ class Members:
         on_joined: Callable[[InstanceInfo, list[TicketLeg]], None],
         on_lost: Callable[[InstanceRef], None],
         on_router_gone: Callable[[str], None],
+        events: Events,
         dial: Dial = PLAIN,
     ) -> None:
-        self._tasks, self._log, self._fences = tasks, log, fences
+        self._tasks, self._log, self._fences, self._events = tasks, log, fences, events
         self._progress, self.lost_by_reason = ProgressWatch(), Counter[str]()
         self._on_joined, self._on_lost, self._on_router_gone = on_joined, on_lost, on_router_gone
         self._directory, self.heads = Directory(), Heads(dial)
         self._watchers = Watchers(self._directory, broker)
         self._streams: dict[InstanceRef, object] = {}  # the last one that each head has opened
-        self._reports: dict[InstanceRef, ReportTimes] = {}
+        self._reports: dict[InstanceRef, Reported] = {}
         self._routers: Counter[str] = Counter()  # streams of each that watches
 
     def __iter__(self) -> Iterator[InstanceInfo]:
@@ -103,6 +106,7 @@ class Members:
                         why = STUCK
                         self._log.warning("an instance stands still", instance_name=ref.name, reason=still)
                         raise ProtocolViolation(f"{ref} is lost: {still}")
+                    self._heard(ref, report)
                 why = "its stream has ended"
                 for other in others:
                     other.cancel()
@@ -148,8 +152,9 @@ class Members:
         if known is None:
             self.heads.add(info)
             self._log.info("an instance has joined", instance_name=info.ref.name, instance_epoch=info.ref.epoch)
-        now_s = time.monotonic()
-        self._reports.setdefault(info.ref, ReportTimes(now_s, now_s)).last_s = now_s
+            details = {"role": info.role.value, "address": info.address, "pp_size": len(info.stages)}
+            self._events.say(EventKind.JOINED, info.ref.name, epoch=info.ref.epoch, **details)
+            self._reports[info.ref] = Reported(now_s := time.monotonic(), now_s)
         self._watchers.tell(change)
         for replaced in change.removed:
             self._lose(replaced)
@@ -160,12 +165,18 @@ class Members:
             if info.ref.name == ref.name and info.ref.epoch <= ref.epoch:
                 self._tasks.spawn(self._gone(info.ref, why=why))
 
+    def _heard(self, ref: InstanceRef, report: broker_pb2.InstanceReport) -> None:
+        for event, details in self._reports[ref].take(report, time.monotonic()):
+            self._events.say(event, ref.name, epoch=ref.epoch, **details)
+
     async def _gone(self, ref: InstanceRef, *, why: str) -> None:
         if ref in self._streams or (change := self._directory.remove(ref)) is None:
             return
         said = self._log.info if why == LEFT else self._log.warning
         said("an instance is gone", instance_name=ref.name, instance_epoch=ref.epoch, reason=why)
         self.lost_by_reason[why] += 1
+        left = why == LEFT
+        self._events.say(EventKind.LEFT if left else EventKind.LOST, ref.name, epoch=ref.epoch, reason=why)
         self._watchers.tell(change)
         self._lose(ref)
         await self.heads.remove(ref)
@@ -186,6 +197,19 @@ class Members:
     def by_role(self) -> Mapping[str, int]:
         roles = Counter(info.role for info in self._directory)
         return {role.value: roles[role] for role in Role}
+
+    def named(self, name: str) -> tuple[InstanceInfo, Reported]:
+        """Raises Rejected, naming those there are."""
+        for info in self._directory:
+            if info.ref.name == name:
+                return info, self._reports[info.ref]
+        known = ", ".join(sorted(info.ref.name for info in self._directory)) or "none"
+        raise Rejected("instance", f"no instance is named {name!r}; there are {known}")
+
+    @property
+    def reported(self) -> list[tuple[InstanceInfo, Reported]]:
+        """Each instance, and what it has said last."""
+        return [(info, self._reports[info.ref]) for info in self._directory]
 
     def describe(self, now_s: float) -> Iterator[Entry]:
         return (describe_instance(info, self._reports[info.ref], now_s) for info in self._directory)

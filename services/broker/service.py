@@ -11,12 +11,26 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
-from stagemesh.services.broker.describe import describe_ticket
+from stagemesh.services.broker.admin import SELF, Admin
+from stagemesh.services.broker.describe import describe_ticket, failure_details
 from stagemesh.services.broker.fences import Fences
 from stagemesh.services.broker.members import REAPED, Members
 from stagemesh.services.broker.proofs import Proofs
 from stagemesh.services.broker.recovery import Recovery
-from stagemesh.services.broker.tickets import Action, Close, Commit, PieceSpan, TicketBook, Verify, WriterOutcome
+from stagemesh.services.broker.routers import Routers
+from stagemesh.services.broker.serving import BusLife
+from stagemesh.services.broker.tickets import (
+    ABORTED,
+    Action,
+    Close,
+    Commit,
+    PieceSpan,
+    Ticket,
+    TicketBook,
+    Verify,
+    WriterOutcome,
+)
+from stagemesh.shared.bus.events import EventKind, Events
 from stagemesh.shared.codec.arrays import to_bytes
 from stagemesh.shared.codec.mesh import ref_from_pb, stage_to_pb
 from stagemesh.shared.config import Config
@@ -56,7 +70,8 @@ class BrokerService:
         self._access = mesh_access(config.tls, log)
         self._fences = Fences()
         self._name = secrets.token_hex(4)  # of this start
-        self._tickets = TicketBook(self._name)
+        self._tickets, self._routers = TicketBook(self._name), Routers()
+        self._events = Events(config.mesh.name, self._name)
         self._members = Members(
             self._name,
             self._tasks,
@@ -65,6 +80,7 @@ class BrokerService:
             on_joined=self._joined,
             on_lost=self._lost,
             on_router_gone=self._router_gone,
+            events=self._events,
             dial=self._access.dial,
         )
         self._recovery = Recovery(
@@ -85,6 +101,8 @@ class BrokerService:
             spawn=self._tasks.spawn,
             log=log,
         )
+        self._bus = BusLife(config, self._events, self._access.material, log)
+        self._admin = Admin(config, self._name, self._members, self._routers, self._tickets, self._events, self._bus)
         self._reserving: dict[str, float] = {}  # ticket -> since when its pages are being asked for
         self._reserve_wait = waits()
         self._address: str | None = None
@@ -105,7 +123,8 @@ class BrokerService:
         await server.set_serving(True)
         self._tasks.spawn(self._recovery.run())
         self._log.info("broker is up", address=self._address)
-        return [self._tasks.run(), self._lag.run(), self._monitor.run()]
+        self._events.say(EventKind.UP, SELF, address=self._address)
+        return [self._tasks.run(), self._lag.run(), self._monitor.run(), self._bus.serve(self._admin)]
 
     async def withdraw(self) -> None:
         """Heads and routers leave first; there is nothing to refuse."""
@@ -123,6 +142,11 @@ class BrokerService:
     ) -> AsyncIterator[broker_pb2.DirectoryUpdate]:
         async for update in self._members.watch(request.router):
             yield update
+
+    async def Attend(  # noqa: N802
+        self, answers: AsyncIterator[broker_pb2.RouterAnswer], context: Any
+    ) -> None:
+        await self._routers.serve(answers, context)
 
     def _joined(self, info: InstanceInfo, legs: list[TicketLeg]) -> None:
         self._recovery.joined(info, legs)
@@ -246,6 +270,7 @@ class BrokerService:
                     self._committing[action.ticket.ticket_id] = asyncio.Event()
                     self._tasks.spawn(self._verify(action))
                 case Close():
+                    self._say_failure(action.ticket)
                     self._tasks.spawn(self._close(action))
 
     async def _verify(self, action: Verify) -> None:
@@ -260,6 +285,13 @@ class BrokerService:
         if not any(isinstance(follows, Commit) for follows in actions):
             self._committing.pop(action.ticket.ticket_id).set()
         self._carry_out(actions)
+
+    def _say_failure(self, ticket: Ticket) -> None:
+        """Once, and not if it is only no longer wanted."""
+        if ticket.failure_said or ticket.reason == ABORTED:
+            return
+        ticket.failure_said = True
+        self._events.say(EventKind.TICKET_FAILED, ticket.decode.name, **failure_details(ticket))
 
     async def _commit(self, action: Commit) -> None:
         ticket = action.ticket
@@ -292,7 +324,8 @@ class BrokerService:
     @property
     def held(self) -> Mapping[str, int]:
         tickets = len(self._tickets) + self._recovery.num_pending
-        return {"tickets": tickets, "tasks": len(self._tasks) - self._recovery.gathering}
+        tasks = len(self._tasks) - self._recovery.gathering
+        return {"tickets": tickets, "tasks": tasks, "questions": self._routers.num_asked}
 
     @property
     def gauges(self) -> Mapping[str, int]:
@@ -308,6 +341,7 @@ class BrokerService:
         yield Sample(metrics.TICKETS_PROVEN, self._proofs.num_proven)
         yield Sample(metrics.WATCHERS, self._members.num_watchers)
         yield Sample(metrics.RESERVE_WAIT, self._reserve_wait.snapshot())
+        yield from self._bus.measure()
 
     def describe(self) -> Iterator[Entry]:
         now_s = time.monotonic()

@@ -38,6 +38,10 @@ class WriterOutcome:
     in_doubt: bool = False
 
 
+ABORTED = "aborted"
+"""The reason of a ticket whose request its client has ended: no failure."""
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """What the pages of `span` are to be like, in `layers`, at its target."""
@@ -88,6 +92,7 @@ class Ticket:
     opened_s: float = field(default_factory=time.monotonic)  # for people, as is `since_s`
     since_s: float = field(default_factory=time.monotonic)  # in this state
     taken_back: bool = False  # pages that it had
+    failure_said: bool = False
     reason: str = ""
     lost: bool = True  # once it has failed: not by a fault that the request would meet again
     outcomes: dict[int, WriterOutcome] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 from stagemesh.shared.engine.schedule.describe import describe_decode
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.engine.schedule.waiting import waiting
-from stagemesh.shared.errors import Cancelled, ProtocolViolation, Rejected, StagemeshError
+from stagemesh.shared.errors import Cancelled, ProtocolViolation, StagemeshError
 from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.metrics import Sample
@@ -95,11 +95,8 @@ class DecodeHead(Head):
         self.wake()
 
     def adjust(self, setting: str, value: float) -> float:
-        if setting != "schedule_conservativeness":
-            raise Rejected("setting", f"must be schedule_conservativeness, got {setting!r}")
-        previous = self._scheduler.schedule_conservativeness
-        self._scheduler.schedule_conservativeness = value
-        self._context.log.info("growth is expected anew", schedule_conservativeness=value, previous=previous)
+        previous = self._scheduler.settings.set(setting, value)
+        self._context.log.info("a setting is changed", setting=setting, value=value, previous=previous)
         self.wake()
         return previous
 

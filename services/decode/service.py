@@ -8,10 +8,14 @@ from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 from stagemesh.shared.stage.head import Head, HeadContext
 from stagemesh.shared.stage.parts import StageLimits
 from stagemesh.shared.stage.process import run_stage
+from stagemesh.shared.stage.roles import RoleParts
+
+SPARE_STEPS = 2
+"""Beyond those that the config asks for: so far extra_depth may be raised while it runs."""
 
 
-def run(config: Config, instance: str | None, pp_rank: int | None) -> None:
-    """Runs stage `pp_rank` of `instance` until it is told to stop."""
+def role_parts(config: Config) -> RoleParts:
+    """What makes a stage one of this role."""
     engine = config.engine
 
     def make_head(context: HeadContext) -> Head:
@@ -27,11 +31,18 @@ def run(config: Config, instance: str | None, pp_rank: int | None) -> None:
             schedule_conservativeness=engine.schedule_conservativeness,
             priority_ageing_s=engine.priority_ageing_s,
             yield_s=engine.decode_yield_s,
+            room=context.room,
         )
         return DecodeHead(context, scheduler)
 
     def limits(pp_size: int) -> StageLimits:
-        steps = pp_size + engine.extra_depth + engine.run_ahead
+        spare = SPARE_STEPS if config.model.device == "cpu" else 0  # on a GPU each has graphs of its own
+        steps = pp_size + engine.extra_depth + engine.run_ahead + spare
         return StageLimits(step_tokens=engine.max_running, num_slots=engine.ring_slots or steps)
 
-    run_stage(config, instance, pp_rank, role="decode", make_head=make_head, limits=limits)
+    return RoleParts(make_head, limits)
+
+
+def run(config: Config, instance: str | None, pp_rank: int | None) -> None:
+    """Runs stage `pp_rank` of `instance` until it is told to stop."""
+    run_stage(config, instance, pp_rank, role="decode")

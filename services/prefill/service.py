@@ -8,10 +8,11 @@ from stagemesh.shared.engine.schedule.prefill import PrefillScheduler
 from stagemesh.shared.stage.head import Head, HeadContext
 from stagemesh.shared.stage.parts import StageLimits
 from stagemesh.shared.stage.process import run_stage
+from stagemesh.shared.stage.roles import RoleParts
 
 
-def run(config: Config, instance: str | None, pp_rank: int | None) -> None:
-    """Runs stage `pp_rank` of `instance` until it is told to stop."""
+def role_parts(config: Config) -> RoleParts:
+    """What makes a stage one of this role."""
     engine = config.engine
 
     def make_head(context: HeadContext) -> Head:
@@ -32,4 +33,9 @@ def run(config: Config, instance: str | None, pp_rank: int | None) -> None:
         steps = pp_size + engine.run_ahead
         return StageLimits(step_tokens=engine.chunk_size, num_slots=engine.ring_slots or steps)
 
-    run_stage(config, instance, pp_rank, role="prefill", make_head=make_head, limits=limits)
+    return RoleParts(make_head, limits)
+
+
+def run(config: Config, instance: str | None, pp_rank: int | None) -> None:
+    """Runs stage `pp_rank` of `instance` until it is told to stop."""
+    run_stage(config, instance, pp_rank, role="prefill")

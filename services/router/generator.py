@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
 from contextlib import aclosing, nullcontext
 from typing import Any, Final, TypeVar
 
@@ -29,6 +29,7 @@ from stagemesh.shared.engine.schedule.output import SequenceEnd
 from stagemesh.shared.errors import Exhausted, Rejected
 from stagemesh.shared.model.config import ModelConfig
 from stagemesh.shared.model.tokenizer import Tokenizer
+from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.obs.otel import NO_SPANS, Spans
 from stagemesh.shared.obs.trace_ids import TRACEPARENT, TraceIds, request_id_of
@@ -249,6 +250,20 @@ class GeneratorService:
             completion_tokens=live.completion_tokens,
             total_s=round(time.monotonic() - live.started_s, 4),
         )
+
+    # -- what operators ask --
+
+    def describe_live(self, now_s: float) -> Iterator[Entry]:
+        """Every request that is not over. `now_s` is CLOCK_MONOTONIC."""
+        return self.records.describe(now_s)
+
+    def abort(self, request_id: str) -> bool:
+        """Whosever it is. False if there is none of that name, or its prompt is still being read."""
+        live = self._entrance.live.get(request_id)
+        if live is not None:
+            self._log.info("an operator ends a request", request_id=request_id)
+            live.abort()
+        return live is not None
 
     # -- the end of the service --
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 
 from stagemesh.services.router.attempt import Starter
+from stagemesh.services.router.attend import attend
 from stagemesh.services.router.directory import MeshView
 from stagemesh.services.router.engine_api import EngineService
 from stagemesh.services.router.generator import GENERATOR, GeneratorService
@@ -103,7 +104,7 @@ class RouterService:
         await server.set_serving(True)
         self._server = server
         self._log.info("router is up", address=self._address)
-        return [self._lag.run(), self._monitor.run()]
+        return [self._lag.run(), self._monitor.run(), attend(broker, name, self._generator)]
 
     async def withdraw(self) -> None:
         if self._server is not None:

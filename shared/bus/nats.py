@@ -74,6 +74,11 @@ class NatsBus:
         self._was_connected = False
 
     @property
+    def client(self) -> Client:
+        """For the micro protocol."""
+        return self._client
+
+    @property
     def stats(self) -> BusStats:
         return BusStats(
             connected=self._client.is_connected,

@@ -1,8 +1,8 @@
 """Who may say and hear what on NATS: a user for each role, as one literal table.
 
-    stagemesh.events.<mesh>.<name>      presence, from whoever it is about
-    stagemesh.<mesh>.admin.>            commands of operators, served by the processes of the mesh
-    $SRV.PING | INFO | STATS            discovery of those who serve, by NATS's micro protocol
+    stagemesh.events.<mesh>.<name>      what happens, said by the broker
+    stagemesh.<mesh>.admin.>            commands of operators, served by the broker: nobody else hears them
+    $SRV.PING | INFO | STATS            discovery of who serves, by NATS's micro protocol
     $KV.stagemesh_epochs.<instance>     the number of each start
     _INBOX.<role>.>                     answers: no role hears another's, but for an operator, whom the stock CLI gives
                                         an inbox of its own choice
@@ -46,14 +46,14 @@ def inbox_of(role: str) -> str:
     return f"_INBOX.{role}"
 
 
-def _serves(role: str, *publish: str) -> Permissions:
-    return Permissions((EVENTS, *publish), (f"{inbox_of(role)}.>", EVENTS, ADMIN, *_DISCOVERY), answers=True)
+def _own(role: str) -> str:
+    return f"{inbox_of(role)}.>"
 
 
 ROLES: Final[Mapping[str, Permissions]] = {
-    "stage": _serves("stage", *_EPOCHS),
-    "broker": _serves("broker", *_EPOCHS),
-    "router": _serves("router"),
+    "stage": Permissions(_EPOCHS, (_own("stage"),)),
+    "broker": Permissions((EVENTS,), (_own("broker"), EVENTS, ADMIN, *_DISCOVERY), answers=True),
+    "router": Permissions((_own("router"),), (_own("router"),)),  # it has no business there yet
     "admin": Permissions((ADMIN, *_DISCOVERY, *_EPOCHS), ("_INBOX.>", EVENTS, ADMIN)),
     "observer": Permissions(_DISCOVERY, (f"{inbox_of('observer')}.>", EVENTS)),
 }

@@ -8,6 +8,7 @@ import typer
 
 from stagemesh.shared.cli import (
     access,
+    admin,
     bench,
     config,
     doctor,
@@ -19,6 +20,7 @@ from stagemesh.shared.cli import (
     reaped,
     serve,
     steer,
+    top,
     up,
 )
 from stagemesh.shared.errors import StagemeshError
@@ -34,7 +36,8 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
-    for module in (access, up, generate, bench, inspect, dump, profile, steer, keys, config, doctor, serve, reaped):
+    looks = (access, up, generate, bench, inspect, dump, top, profile)
+    for module in (*looks, steer, admin, keys, config, doctor, serve, reaped):
         module.register(app)
     return app
 

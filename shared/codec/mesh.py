@@ -90,12 +90,18 @@ def instance_from_pb(message: mesh_pb2.InstanceInfo) -> InstanceInfo:
 
 def load_to_pb(load: InstanceLoad) -> mesh_pb2.InstanceLoad:
     return mesh_pb2.InstanceLoad(
-        waiting=load.waiting, running=load.running, pages_free=load.pages_free, waiting_tokens=load.waiting_tokens
+        waiting=load.waiting,
+        running=load.running,
+        pages_free=load.pages_free,
+        waiting_tokens=load.waiting_tokens,
+        retractions=load.retractions,
     )
 
 
 def load_from_pb(message: mesh_pb2.InstanceLoad) -> InstanceLoad:
-    return InstanceLoad(message.waiting, message.running, message.pages_free, message.waiting_tokens)
+    return InstanceLoad(
+        message.waiting, message.running, message.pages_free, message.waiting_tokens, message.retractions
+    )
 
 
 def progress_to_pb(progress: StageProgress) -> mesh_pb2.StageProgress:

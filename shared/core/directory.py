@@ -81,10 +81,13 @@ def mismatch(one: Manifest, other: Manifest) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class InstanceLoad:
+    """`retractions` counts from the start of the instance, those that ended in a recomputation too."""
+
     waiting: int = 0
     running: int = 0
     pages_free: int = 0
     waiting_tokens: int = 0
+    retractions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,12 +42,32 @@ class Microbatches:
         """`cost` is what it costs to move a sequence: the cheapest one moves, and of several the latest."""
         left = self._where.pop(handle)
         self._members[left].remove(handle)
+        self._even_out(left, cost)
+
+    def resize(self, count: int, cost: Callable[[int], int]) -> None:
+        """From now on there are `count` of them, as even as before. `cost` as in `leave`."""
+        if count < 1:
+            raise ValueError(f"there must be at least one microbatch, got {count}")
+        gone = self._members[count:]
+        self._members = self._members[:count] + [[] for _ in range(count - len(self._members))]
+        for handle in (handle for members in gone for handle in members):
+            del self._where[handle]
+            self.join(handle)
+        for index in range(count):
+            while self._even_out(index, cost):
+                pass
+        self._last_turn = min(self._last_turn, count - 1)
+
+    def _even_out(self, index: int, cost: Callable[[int], int]) -> bool:
+        """Moves a sequence there from the largest, if it is too small. False if it was not."""
         largest = max(self._members, key=len)
-        if len(largest) > len(self._members[left]) + 1:
-            mover = min(reversed(largest), key=cost)
-            largest.remove(mover)
-            self._members[left].append(mover)
-            self._where[mover] = left
+        if len(largest) <= len(self._members[index]) + 1:
+            return False
+        mover = min(reversed(largest), key=cost)
+        largest.remove(mover)
+        self._members[index].append(mover)
+        self._where[mover] = index
+        return True
 
     def next_turn(self, has_work: Callable[[int], bool]) -> int | None:
         """The next microbatch in turn that has something to run, or None. Does not take the turn."""

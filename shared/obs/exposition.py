@@ -29,7 +29,7 @@ class Exposition(Collector):
     """Samples are replaced as a whole: a scrape, on whatever thread, sees those of one moment."""
 
     def __init__(self, identity: Identity) -> None:
-        self._identity = identity
+        self.identity = identity
         self._samples: tuple[Sample, ...] = ()
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -45,7 +45,7 @@ class Exposition(Collector):
             if metric not in families:
                 labels = (*metric.scope.value, *metric.labels)
                 families[metric] = _FAMILIES[metric.kind](PREFIX + metric.name, metric.help, labels=labels)
-            _add(families[metric], (*self._identity.values(metric.scope), *sample.labels), sample.value)
+            _add(families[metric], (*self.identity.values(metric.scope), *sample.labels), sample.value)
         yield from families.values()
 
 

@@ -93,6 +93,24 @@ class TextFormatter(_Formatter):
         return f"{line}\n{trace}" if trace else line
 
 
+LEVELS: Final[Mapping[str, int]] = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+
+def set_level(name: str) -> str:
+    """From now on this process logs from there up. Returns the level before. Raises Rejected for any other word."""
+    if name not in LEVELS:
+        raise Rejected("log_level", f"must be one of {', '.join(LEVELS)}, got {name!r}")
+    logger = logging.getLogger(_ROOT)
+    previous = logging.getLevelName(logger.getEffectiveLevel()).lower()
+    logger.setLevel(LEVELS[name])
+    return previous
+
+
 def choose_form(environ: Mapping[str, str], stream: TextIO) -> Form:
     """What STAGEMESH_LOG says, else text on a terminal and JSON elsewhere. Raises Rejected for any other word."""
     wanted = environ.get(FORM_VARIABLE)

@@ -116,6 +116,12 @@ TICKETS_PROVEN = Metric(
 )
 WATCHERS = Metric(_G, "watchers", "Streams that follow the directory: routers and heads.", _M)
 
+EVENTS = Metric(_C, "events", "Events of the mesh, by what has happened.", _M, ("event",))
+EVENTS_DROPPED = Metric(_C, "events_dropped", "Events that were never sent: no server, or more than it takes.", _M)
+NATS_CONNECTED = Metric(_G, "nats_connected", "1 while the broker is connected to the NATS server.", _M)
+NATS_RECONNECTS = Metric(_C, "nats_reconnects", "Times that connection came back.", _M)
+NATS_SLOW = Metric(_C, "nats_slow", "Times that messages from NATS were thrown away, not read in time.", _M)
+
 # -- heads --
 SEQUENCES = Metric(
     _G,

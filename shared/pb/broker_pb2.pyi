@@ -65,6 +65,40 @@ class WatchRequest(_message.Message):
     router: str
     def __init__(self, router: _Optional[str] = ...) -> None: ...
 
+class RouterQuestion(_message.Message):
+    __slots__ = ("id", "list", "abort")
+    class ListLive(_message.Message):
+        __slots__ = ("limit",)
+        LIMIT_FIELD_NUMBER: _ClassVar[int]
+        limit: int
+        def __init__(self, limit: _Optional[int] = ...) -> None: ...
+    class AbortLive(_message.Message):
+        __slots__ = ("request_id",)
+        REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+        request_id: str
+        def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    LIST_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    list: RouterQuestion.ListLive
+    abort: RouterQuestion.AbortLive
+    def __init__(self, id: _Optional[int] = ..., list: _Optional[_Union[RouterQuestion.ListLive, _Mapping]] = ..., abort: _Optional[_Union[RouterQuestion.AbortLive, _Mapping]] = ...) -> None: ...
+
+class RouterAnswer(_message.Message):
+    __slots__ = ("router", "id", "entries", "total", "was_live")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    WAS_LIVE_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    id: int
+    entries: bytes
+    total: int
+    was_live: bool
+    def __init__(self, router: _Optional[str] = ..., id: _Optional[int] = ..., entries: _Optional[bytes] = ..., total: _Optional[int] = ..., was_live: _Optional[bool] = ...) -> None: ...
+
 class DirectoryUpdate(_message.Message):
     __slots__ = ("snapshot", "changed", "removed", "gathering", "broker")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]

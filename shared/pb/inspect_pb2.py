@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!stagemesh/shared/pb/inspect.proto\x12\x0cstagemesh.v1\"\x0e\n\x0c\x43heckRequest\"\x88\x02\n\nCheckReply\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\x11\n\tviolation\x18\x02 \x01(\t\x12\x30\n\x04held\x18\x03 \x03(\x0b\x32\".stagemesh.v1.CheckReply.HeldEntry\x12\x34\n\x06gauges\x18\x04 \x03(\x0b\x32$.stagemesh.v1.CheckReply.GaugesEntry\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\x1a+\n\tHeldEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x0e\n\x0cTraceRequest\"\x1b\n\nTraceReply\x12\r\n\x05spans\x18\x01 \x01(\x0c\"\x0e\n\x0cPeersRequest\"%\n\x04Peer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"/\n\nPeersReply\x12!\n\x05peers\x18\x01 \x03(\x0b\x32\x12.stagemesh.v1.Peer\"!\n\x0eProfileRequest\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"\x1c\n\x0cProfileReply\x12\x0c\n\x04path\x18\x01 \x01(\t\"\r\n\x0b\x44umpRequest\"\x1c\n\tDumpReply\x12\x0f\n\x07\x65ntries\x18\x01 \x01(\x0c\x32\xc7\x02\n\x07Inspect\x12=\n\x05\x43heck\x12\x1a.stagemesh.v1.CheckRequest\x1a\x18.stagemesh.v1.CheckReply\x12=\n\x05Trace\x12\x1a.stagemesh.v1.TraceRequest\x1a\x18.stagemesh.v1.TraceReply\x12=\n\x05Peers\x12\x1a.stagemesh.v1.PeersRequest\x1a\x18.stagemesh.v1.PeersReply\x12:\n\x04\x44ump\x12\x19.stagemesh.v1.DumpRequest\x1a\x17.stagemesh.v1.DumpReply\x12\x43\n\x07Profile\x12\x1c.stagemesh.v1.ProfileRequest\x1a\x1a.stagemesh.v1.ProfileReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!stagemesh/shared/pb/inspect.proto\x12\x0cstagemesh.v1\"\x0e\n\x0c\x43heckRequest\"\x88\x02\n\nCheckReply\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\x11\n\tviolation\x18\x02 \x01(\t\x12\x30\n\x04held\x18\x03 \x03(\x0b\x32\".stagemesh.v1.CheckReply.HeldEntry\x12\x34\n\x06gauges\x18\x04 \x03(\x0b\x32$.stagemesh.v1.CheckReply.GaugesEntry\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\x1a+\n\tHeldEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x0e\n\x0cTraceRequest\"\x1b\n\nTraceReply\x12\r\n\x05spans\x18\x01 \x01(\x0c\"\x10\n\x0eMeasureRequest\"\x1f\n\x0cMeasureReply\x12\x0f\n\x07samples\x18\x01 \x01(\x0c\"\x0e\n\x0cPeersRequest\"%\n\x04Peer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"/\n\nPeersReply\x12!\n\x05peers\x18\x01 \x03(\x0b\x32\x12.stagemesh.v1.Peer\"!\n\x0eProfileRequest\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"\x1c\n\x0cProfileReply\x12\x0c\n\x04path\x18\x01 \x01(\t\"\r\n\x0b\x44umpRequest\"\x1c\n\tDumpReply\x12\x0f\n\x07\x65ntries\x18\x01 \x01(\x0c\x32\x8c\x03\n\x07Inspect\x12=\n\x05\x43heck\x12\x1a.stagemesh.v1.CheckRequest\x1a\x18.stagemesh.v1.CheckReply\x12=\n\x05Trace\x12\x1a.stagemesh.v1.TraceRequest\x1a\x18.stagemesh.v1.TraceReply\x12=\n\x05Peers\x12\x1a.stagemesh.v1.PeersRequest\x1a\x18.stagemesh.v1.PeersReply\x12:\n\x04\x44ump\x12\x19.stagemesh.v1.DumpRequest\x1a\x17.stagemesh.v1.DumpReply\x12\x43\n\x07Measure\x12\x1c.stagemesh.v1.MeasureRequest\x1a\x1a.stagemesh.v1.MeasureReply\x12\x43\n\x07Profile\x12\x1c.stagemesh.v1.ProfileRequest\x1a\x1a.stagemesh.v1.ProfileReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,20 +47,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRACEREQUEST']._serialized_end=348
   _globals['_TRACEREPLY']._serialized_start=350
   _globals['_TRACEREPLY']._serialized_end=377
-  _globals['_PEERSREQUEST']._serialized_start=379
-  _globals['_PEERSREQUEST']._serialized_end=393
-  _globals['_PEER']._serialized_start=395
-  _globals['_PEER']._serialized_end=432
-  _globals['_PEERSREPLY']._serialized_start=434
-  _globals['_PEERSREPLY']._serialized_end=481
-  _globals['_PROFILEREQUEST']._serialized_start=483
-  _globals['_PROFILEREQUEST']._serialized_end=516
-  _globals['_PROFILEREPLY']._serialized_start=518
-  _globals['_PROFILEREPLY']._serialized_end=546
-  _globals['_DUMPREQUEST']._serialized_start=548
-  _globals['_DUMPREQUEST']._serialized_end=561
-  _globals['_DUMPREPLY']._serialized_start=563
-  _globals['_DUMPREPLY']._serialized_end=591
-  _globals['_INSPECT']._serialized_start=594
-  _globals['_INSPECT']._serialized_end=921
+  _globals['_MEASUREREQUEST']._serialized_start=379
+  _globals['_MEASUREREQUEST']._serialized_end=395
+  _globals['_MEASUREREPLY']._serialized_start=397
+  _globals['_MEASUREREPLY']._serialized_end=428
+  _globals['_PEERSREQUEST']._serialized_start=430
+  _globals['_PEERSREQUEST']._serialized_end=444
+  _globals['_PEER']._serialized_start=446
+  _globals['_PEER']._serialized_end=483
+  _globals['_PEERSREPLY']._serialized_start=485
+  _globals['_PEERSREPLY']._serialized_end=532
+  _globals['_PROFILEREQUEST']._serialized_start=534
+  _globals['_PROFILEREQUEST']._serialized_end=567
+  _globals['_PROFILEREPLY']._serialized_start=569
+  _globals['_PROFILEREPLY']._serialized_end=597
+  _globals['_DUMPREQUEST']._serialized_start=599
+  _globals['_DUMPREQUEST']._serialized_end=612
+  _globals['_DUMPREPLY']._serialized_start=614
+  _globals['_DUMPREPLY']._serialized_end=642
+  _globals['_INSPECT']._serialized_start=645
+  _globals['_INSPECT']._serialized_end=1041
 # @@protoc_insertion_point(module_scope)

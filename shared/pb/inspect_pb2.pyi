@@ -48,6 +48,16 @@ class TraceReply(_message.Message):
     spans: bytes
     def __init__(self, spans: _Optional[bytes] = ...) -> None: ...
 
+class MeasureRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MeasureReply(_message.Message):
+    __slots__ = ("samples",)
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    samples: bytes
+    def __init__(self, samples: _Optional[bytes] = ...) -> None: ...
+
 class PeersRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1estagemesh/shared/pb/mesh.proto\x12\x0cstagemesh.v1\">\n\tRegionKey\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\x04\"$\n\nLayerRange\x12\n\n\x02lo\x18\x01 \x01(\r\x12\n\n\x02hi\x18\x02 \x01(\r\"~\n\tStageInfo\x12\x0f\n\x07pp_rank\x18\x01 \x01(\r\x12(\n\x06layers\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.LayerRange\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12%\n\x04pool\x18\x04 \x01(\x0b\x32\x17.stagemesh.v1.RegionKey\"\xd9\x01\n\x08Manifest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x18\n\x10transfer_backend\x18\x08 \x01(\t\x12\x11\n\tnum_pages\x18\t \x01(\r\x12\x13\n\x0bmax_context\x18\n \x01(\r\"\\\n\x0cInstanceLoad\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x12\n\npages_free\x18\x03 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x04 \x01(\x04\"\xee\x01\n\x0cInstanceInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x04role\x18\x02 \x01(\x0e\x32\x12.stagemesh.v1.Role\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12(\n\x08manifest\x18\x05 \x01(\x0b\x32\x16.stagemesh.v1.Manifest\x12\'\n\x06stages\x18\x06 \x03(\x0b\x32\x17.stagemesh.v1.StageInfo\x12(\n\x04load\x18\x07 \x01(\x0b\x32\x1a.stagemesh.v1.InstanceLoad\x12\x11\n\taccepting\x18\x08 \x01(\x08\"V\n\rStageProgress\x12\x0f\n\x07pp_rank\x18\x01 \x01(\r\x12\x12\n\nsteps_done\x18\x02 \x01(\x04\x12\x10\n\x08has_work\x18\x03 \x01(\x08\x12\x0e\n\x06step_s\x18\x04 \x01(\x01\"y\n\x07KvCheck\x12\x13\n\x0btarget_rank\x18\x01 \x01(\r\x12(\n\x06layers\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.LayerRange\x12\x12\n\nfirst_page\x18\x03 \x01(\r\x12\x0c\n\x04\x63rcs\x18\x04 \x03(\x07\x12\r\n\x05pages\x18\x05 \x01(\x0c*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1estagemesh/shared/pb/mesh.proto\x12\x0cstagemesh.v1\">\n\tRegionKey\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\x04\"$\n\nLayerRange\x12\n\n\x02lo\x18\x01 \x01(\r\x12\n\n\x02hi\x18\x02 \x01(\r\"~\n\tStageInfo\x12\x0f\n\x07pp_rank\x18\x01 \x01(\r\x12(\n\x06layers\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.LayerRange\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12%\n\x04pool\x18\x04 \x01(\x0b\x32\x17.stagemesh.v1.RegionKey\"\xd9\x01\n\x08Manifest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x18\n\x10transfer_backend\x18\x08 \x01(\t\x12\x11\n\tnum_pages\x18\t \x01(\r\x12\x13\n\x0bmax_context\x18\n \x01(\r\"q\n\x0cInstanceLoad\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x12\n\npages_free\x18\x03 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x04 \x01(\x04\x12\x13\n\x0bretractions\x18\x05 \x01(\x04\"\xee\x01\n\x0cInstanceInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x04role\x18\x02 \x01(\x0e\x32\x12.stagemesh.v1.Role\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12(\n\x08manifest\x18\x05 \x01(\x0b\x32\x16.stagemesh.v1.Manifest\x12\'\n\x06stages\x18\x06 \x03(\x0b\x32\x17.stagemesh.v1.StageInfo\x12(\n\x04load\x18\x07 \x01(\x0b\x32\x1a.stagemesh.v1.InstanceLoad\x12\x11\n\taccepting\x18\x08 \x01(\x08\"V\n\rStageProgress\x12\x0f\n\x07pp_rank\x18\x01 \x01(\r\x12\x12\n\nsteps_done\x18\x02 \x01(\x04\x12\x10\n\x08has_work\x18\x03 \x01(\x08\x12\x0e\n\x06step_s\x18\x04 \x01(\x01\"y\n\x07KvCheck\x12\x13\n\x0btarget_rank\x18\x01 \x01(\r\x12(\n\x06layers\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.LayerRange\x12\x12\n\nfirst_page\x18\x03 \x01(\r\x12\x0c\n\x04\x63rcs\x18\x04 \x03(\x07\x12\r\n\x05pages\x18\x05 \x01(\x0c*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.shared.pb.mesh_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1044
-  _globals['_ROLE']._serialized_end=1107
+  _globals['_ROLE']._serialized_start=1065
+  _globals['_ROLE']._serialized_end=1128
   _globals['_REGIONKEY']._serialized_start=48
   _globals['_REGIONKEY']._serialized_end=110
   _globals['_LAYERRANGE']._serialized_start=112
@@ -42,11 +42,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MANIFEST']._serialized_start=279
   _globals['_MANIFEST']._serialized_end=496
   _globals['_INSTANCELOAD']._serialized_start=498
-  _globals['_INSTANCELOAD']._serialized_end=590
-  _globals['_INSTANCEINFO']._serialized_start=593
-  _globals['_INSTANCEINFO']._serialized_end=831
-  _globals['_STAGEPROGRESS']._serialized_start=833
-  _globals['_STAGEPROGRESS']._serialized_end=919
-  _globals['_KVCHECK']._serialized_start=921
-  _globals['_KVCHECK']._serialized_end=1042
+  _globals['_INSTANCELOAD']._serialized_end=611
+  _globals['_INSTANCEINFO']._serialized_start=614
+  _globals['_INSTANCEINFO']._serialized_end=852
+  _globals['_STAGEPROGRESS']._serialized_start=854
+  _globals['_STAGEPROGRESS']._serialized_end=940
+  _globals['_KVCHECK']._serialized_start=942
+  _globals['_KVCHECK']._serialized_end=1063
 # @@protoc_insertion_point(module_scope)

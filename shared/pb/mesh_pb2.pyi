@@ -71,16 +71,18 @@ class Manifest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., num_layers: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., num_pages: _Optional[int] = ..., max_context: _Optional[int] = ...) -> None: ...
 
 class InstanceLoad(_message.Message):
-    __slots__ = ("waiting", "running", "pages_free", "waiting_tokens")
+    __slots__ = ("waiting", "running", "pages_free", "waiting_tokens", "retractions")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RETRACTIONS_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     pages_free: int
     waiting_tokens: int
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., pages_free: _Optional[int] = ..., waiting_tokens: _Optional[int] = ...) -> None: ...
+    retractions: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., pages_free: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., retractions: _Optional[int] = ...) -> None: ...
 
 class InstanceInfo(_message.Message):
     __slots__ = ("name", "role", "epoch", "address", "manifest", "stages", "load", "accepting")

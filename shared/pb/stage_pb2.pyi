@@ -96,8 +96,10 @@ class Answer(_message.Message):
     def __init__(self, number: _Optional[int] = ..., pp_rank: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Leaving(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("next_role",)
+    NEXT_ROLE_FIELD_NUMBER: _ClassVar[int]
+    next_role: str
+    def __init__(self, next_role: _Optional[str] = ...) -> None: ...
 
 class RingClosed(_message.Message):
     __slots__ = ()

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from stagemesh.shared.errors import Bug, Rejected
 from stagemesh.shared.obs.entry import Entry, encode_entries
+from stagemesh.shared.obs.metrics import Sample
+from stagemesh.shared.obs.reading import encode_readings
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.pb import inspect_pb2
 
@@ -29,6 +31,10 @@ class Inspectable(Protocol):
     @property
     def gauges(self) -> Mapping[str, int]:
         """What else is worth a number."""
+        ...
+
+    def measure(self) -> Iterable[Sample]:
+        """Its numbers as they are now."""
         ...
 
     def describe(self) -> Iterable[Entry]:
@@ -65,6 +71,11 @@ class InspectService:
 
     async def Trace(self, request: inspect_pb2.TraceRequest, context: Any) -> inspect_pb2.TraceReply:  # noqa: N802
         return inspect_pb2.TraceReply(spans=self._tracer.dump())
+
+    async def Measure(  # noqa: N802
+        self, request: inspect_pb2.MeasureRequest, context: Any
+    ) -> inspect_pb2.MeasureReply:
+        return inspect_pb2.MeasureReply(samples=encode_readings(self._subject.measure()))
 
     async def Peers(self, request: inspect_pb2.PeersRequest, context: Any) -> inspect_pb2.PeersReply:  # noqa: N802
         known = self._peers() if self._peers else {}

@@ -52,6 +52,10 @@ class Monitor:
         self._checked_s = float("-inf")
         self.address = ""  # host:port; empty if they are not served
 
+    def identify(self, identity: Identity) -> None:
+        """Who the process is from now on."""
+        self._exposition.identity = identity
+
     async def start(self, stack: AsyncExitStack, notifier: Notifier, log: Log) -> None:
         """Serves until `stack` is closed, and says where. Raises Rejected if the port is taken."""
         if not self._section.enabled:

@@ -20,6 +20,8 @@ def ready_record(config: Config, children: Sequence[Child]) -> str:
         "openai": by_name["openai"].address if "openai" in by_name else None,
         "broker": by_name["broker"].address,
         "nats": config.nats.url,
+        "nats_credentials": config.nats.credentials_dir,
+        "mesh": config.mesh.name,
         "run_dir": config.mesh.run_dir,
         "pid": os.getpid(),
         "processes": [_process(child) for child in children],

@@ -85,6 +85,10 @@ class CudaStageExecutor(StageExecutor):
         self.busy_ms = self.idle_ms = 0.0  # between the first and the last step, by the device's clock
         self.launch_ns = 0
 
+    def release(self) -> None:
+        if self._outbox is not None:
+            self._outbox.close()
+
     @property
     def gauges(self) -> Mapping[str, int]:
         """By the device's clock: time in steps, and time between the end of one and the inputs of the next. By the

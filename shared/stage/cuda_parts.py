@@ -32,10 +32,13 @@ ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
-    """`inbox` is None where nothing comes from another stage over the devices: on the first prefill stage."""
+    """`inbox` is None where nothing comes from another stage over the devices: on the first prefill stage. `max_rows`
+    are those of a step: sequences in decode, tokens in prefill."""
 
     stream: torch.cuda.Stream
     inbox: DeviceInbox | None
+    max_rows: int
+    packed: bool
 
 
 def check_cuda() -> None:
@@ -73,13 +76,14 @@ def build_device(
     pp_size: int,
     first: bool,
     last: bool,
+    packs: bool,
 ) -> tuple[CudaStageRunner, DeviceParts]:
     """Takes what the stage needs on its GPU and captures its graphs."""
     copies = HostCopies(CudaPageCopier(pool), config.engine.host_kv_bytes)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     decodes = role == "decode"
     max_rows = ceil(sizes.step_tokens / (pp_size + config.engine.extra_depth)) + 1 if decodes else sizes.step_tokens
-    packs = decodes and can_pack(weights, dtype, max_rows)
+    packs = packs and decodes and can_pack(weights, dtype, max_rows)
     make = PackedStageModel if packs else CudaStageModel
     model = make(model_config, layers, weights, dtype, first=first, last=last)
     width = ID_BYTES if first else model_config.hidden_size * dtype.itemsize
@@ -108,4 +112,4 @@ def build_device(
     runner = CudaStageRunner(
         model, pool, copies, num_slots=sizes.num_slots, max_rows=max_rows, graphs=graphs, chunks=chunks
     )
-    return runner, DeviceParts(stream, inbox)
+    return runner, DeviceParts(stream, inbox, max_rows, packs)

@@ -121,6 +121,11 @@ class StageExecutor:
         """Every stage before this one has applied the commands up to `number`, which are all in the queue."""
         self._queue.put_nowait(number)
 
+    def release(self) -> None:
+        """It has run its last step."""
+        if self._sender is not None:
+            self._sender.close()
+
     async def between_steps(self, work: Callable[[], object]) -> None:
         """Runs `work` on the forward thread, when the commands before it are through. Raises what it raises."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -17,7 +17,8 @@ from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.progress import StageProgress
 from stagemesh.shared.core.tickets import TicketLeg
-from stagemesh.shared.errors import ProtocolViolation, Rejected
+from stagemesh.shared.engine.schedule.decode_settings import StepRoom
+from stagemesh.shared.errors import Cancelled, ProtocolViolation, Rejected, Retryable
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.obs.metrics import Sample
@@ -47,6 +48,7 @@ class HeadContext:
     vocab_size: int
     tracer: Tracer
     log: Log
+    room: StepRoom | None = None  # None: no stages, as in tests
 
 
 class Head(ABC):
@@ -59,7 +61,7 @@ class Head(ABC):
         self._progress: dict[int, StageProgress] = {}
         self._joins = 0  # how often this instance has told a broker what it knows
         self._questions = Questions()
-        self._pump_scheduled = False
+        self._pump_scheduled = self._closed = False
         self._idle = asyncio.Event()
 
     # -- what the ring brings --
@@ -150,8 +152,18 @@ class Head(ABC):
         """Evicts the cached pages that nobody uses, and returns how many. Raises Rejected where nothing is cached."""
         raise Rejected("instance", f"{self._context.info.role.value} instances cache no prompts")
 
+    def close(self) -> None:
+        """Nothing is taken from now on: what routers still send runs elsewhere. Raises Retryable if something is here,
+        or may still be written to."""
+        if held := ", ".join(f"{count} {what}" for what, count in self.held.items() if count):
+            raise Retryable(f"there are {held}")
+        self._closed = self._sessions.is_closed = True
+
     def _check_epoch(self, epoch: int) -> None:
-        """Raises ProtocolViolation for a call that means an earlier life of this instance."""
+        """Raises ProtocolViolation for a call that means an earlier life of this instance, Cancelled at the end of the
+        one that it means."""
+        if self._closed:
+            raise Cancelled(f"{self._context.info.ref} has ended")
         if epoch != self._epoch:
             raise ProtocolViolation(f"epoch {epoch} is meant, this is {self._epoch}")
 

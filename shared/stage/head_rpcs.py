@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from stagemesh.shared.codec.commands import structure_from_pb
 from stagemesh.shared.errors import Retryable
+from stagemesh.shared.obs.log import set_level
 from stagemesh.shared.pb import instance_pb2
 from stagemesh.shared.stage.head import Head
 from stagemesh.shared.stage.lead import Lead
@@ -14,13 +15,19 @@ from stagemesh.shared.stage.structures import Structures
 
 
 class HeadRpcs:
-    """`head` and `lead` raise Retryable on a stage that hosts none, or not yet; `structures` are there on the last
-    one."""
+    """`lead` raises Retryable on a stage that hosts no head, or not yet; `structures` are there on the last one.
+    `switch` begins anew in another role."""
 
     def __init__(
-        self, head: Callable[[], Head], lead: Callable[[], Lead], structures: Callable[[], Structures | None]
+        self,
+        lead: Callable[[], Lead],
+        structures: Callable[[], Structures | None],
+        switch: Callable[[str, float], Awaitable[int]],
     ) -> None:
-        self._head, self._lead, self._structures = head, lead, structures
+        self._lead, self._structures, self._switch = lead, structures, switch
+
+    def _head(self) -> Head:
+        return self._lead().head
 
     async def PrepareStructure(  # noqa: N802
         self, request: instance_pb2.PrepareStructureRequest, context: Any
@@ -54,11 +61,6 @@ class HeadRpcs:
     ) -> instance_pb2.AdjustReply:
         return instance_pb2.AdjustReply(previous=self._head().adjust(request.setting, request.value))
 
-    async def FlushCache(  # noqa: N802
-        self, request: instance_pb2.FlushCacheRequest, context: Any
-    ) -> instance_pb2.FlushCacheReply:
-        return instance_pb2.FlushCacheReply(pages=self._head().flush_cache())
-
     async def Drain(self, request: instance_pb2.DrainRequest, context: Any) -> instance_pb2.DrainReply:  # noqa: N802
         return instance_pb2.DrainReply(held=await self._lead().drain(request.timeout_s))
 
@@ -67,3 +69,18 @@ class HeadRpcs:
     ) -> instance_pb2.ResumeReply:
         self._lead().resume()
         return instance_pb2.ResumeReply()
+
+    async def SwitchRole(  # noqa: N802
+        self, request: instance_pb2.SwitchRoleRequest, context: Any
+    ) -> instance_pb2.SwitchRoleReply:
+        return instance_pb2.SwitchRoleReply(epoch=await self._switch(request.role, request.drain_timeout_s))
+
+    async def SetLogLevel(  # noqa: N802
+        self, request: instance_pb2.SetLogLevelRequest, context: Any
+    ) -> instance_pb2.SetLogLevelReply:
+        return instance_pb2.SetLogLevelReply(previous=set_level(request.level))
+
+    async def FlushCache(  # noqa: N802
+        self, request: instance_pb2.FlushCacheRequest, context: Any
+    ) -> instance_pb2.FlushCacheReply:
+        return instance_pb2.FlushCacheReply(pages=self._head().flush_cache())

@@ -1,16 +1,13 @@
-"""What rank 0 does for its instance: takes the epoch, keeps the instance in the directory, says so on the bus."""
+"""What rank 0 does for its instance: takes the epoch, keeps the instance in the directory."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from typing import Final
 
 from stagemesh.shared.bus.access import bus_access
-from stagemesh.shared.bus.base import Bus
 from stagemesh.shared.bus.nats import open_nats_bus
-from stagemesh.shared.bus.presence import Presence, PresenceEvent, announce
 from stagemesh.shared.config import Config
 from stagemesh.shared.core.directory import InstanceInfo
 from stagemesh.shared.errors import Rejected, Retryable
@@ -26,37 +23,34 @@ ROLE: Final = "stage"  # its user on the bus
 MAX_DRAIN_S: Final = 3600.0
 
 
-async def new_epoch(
-    stack: AsyncExitStack, config: Config, instance: str, material: Material | None, log: Log
-) -> tuple[Bus, int]:
-    """A bus, closed with `stack`, and the number of this start. Waits while there is no NATS server."""
+async def new_epoch(config: Config, instance: str, material: Material | None, log: Log) -> int:
+    """The number of this start. Waits while there is no NATS server; whether there is one later is no matter."""
     access = bus_access(config.nats, ROLE, material, config.tls.server_name)
 
-    async def connect() -> Bus:
+    async def take() -> int:
         nats = config.nats
-        timeout_s = nats.connect_timeout_s
-        opening = open_nats_bus(nats.url, name=instance, connect_timeout_s=timeout_s, access=access, log=log)
+        opening = open_nats_bus(
+            nats.url, name=instance, connect_timeout_s=nats.connect_timeout_s, access=access, log=log
+        )
         try:
-            return await stack.enter_async_context(opening)
+            async with opening as bus:
+                return await bus.next_epoch(instance)
         except Retryable as error:
             log.warning("waiting for the NATS server", error=str(error))
             raise
 
-    bus = await retry(connect)
-    return bus, await retry(lambda: bus.next_epoch(instance))
+    return await retry(take)
 
 
 class Lead:
     """Lives as long as the epoch."""
 
-    def __init__(self, config: Config, head: Head, info: InstanceInfo, broker: Client, bus: Bus, log: Log) -> None:
-        self.head = head
-        self._mesh, self._info, self._bus = config.mesh.name, info, bus
-        self._membership = Membership(broker, info, head, self._on_joined)
-        self._announced, self._log = False, log
+    def __init__(self, head: Head, info: InstanceInfo, broker: Client, log: Log) -> None:
+        self.head, self._log = head, log
+        self._membership = Membership(broker, info, head)
 
     def children(self) -> list[Child]:
-        return [self._membership.run(), self._bus.run()]
+        return [self._membership.run()]
 
     async def drain(self, timeout_s: float) -> Mapping[str, int]:
         """Leaves the directory's choice and waits, up to `timeout_s`, until what runs is through: for prefill that is
@@ -82,25 +76,9 @@ class Lead:
         self._log.info("the instance takes new requests")
 
     def leave(self) -> None:
-        """No new work from now on."""
+        """No new work from now on: the instance stops."""
         self._membership.leave()
-        self._announce(PresenceEvent.LEFT)
 
-    def _on_joined(self) -> None:
-        if not self._announced:
-            self._announced = True
-            self._announce(PresenceEvent.JOINED)
-
-    def _announce(self, event: PresenceEvent) -> None:
-        info = self._info
-        announce(
-            self._bus,
-            Presence(
-                event=event,
-                mesh=self._mesh,
-                name=info.ref.name,
-                role=info.role.value,
-                epoch=info.ref.epoch,
-                address=info.address,
-            ),
-        )
+    async def left(self) -> None:
+        """The same, and the broker has been told, if it is there."""
+        await self._membership.left()

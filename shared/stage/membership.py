@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Protocol
 
 from stagemesh.shared.codec.mesh import instance_to_pb, progress_to_pb
@@ -24,6 +25,7 @@ from stagemesh.shared.rpc.client import Client, Duplex
 from stagemesh.shared.runtime.backoff import delays
 
 REPORT_INTERVAL_S = 0.5
+LEAVE_S = 2.0
 
 
 class Progress(Protocol):
@@ -46,15 +48,22 @@ class Progress(Protocol):
 class Membership:
     """Reports for `info` until told to leave."""
 
-    def __init__(self, broker: Client, info: InstanceInfo, progress: Progress, on_joined: Callable[[], None]) -> None:
-        self._broker, self._info, self._progress, self._on_joined = broker, info, progress, on_joined
+    def __init__(self, broker: Client, info: InstanceInfo, progress: Progress) -> None:
+        self._broker, self._info, self._progress = broker, info, progress
         self._state, self._leaving = InstanceState.SERVING, False
-        self._changed, self._told = asyncio.Event(), asyncio.Event()
+        self._changed, self._told, self._has_left = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def leave(self) -> None:
         """No new work from now on, and the end of the stream is no loss."""
         self._leaving = True
         self._changed.set()
+
+    async def left(self) -> None:
+        """Leaves, and waits until that is said, unless the broker is away."""
+        self.leave()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await self._has_left.wait()
 
     async def drain(self) -> None:
         """No new work from now on. Returns when the directory says so. A no-op once it is so."""
@@ -101,7 +110,9 @@ class Membership:
             except TimeoutError:
                 pass
             self._changed.clear()
-            await stream.send(self._message())
+            await stream.send(message := self._message())
+            if message.leaving:
+                self._has_left.set()
 
     async def _read(self, stream: Duplex) -> None:
         """The directory comes down; a head needs only to know that it has been taken in, and by whom."""
@@ -110,7 +121,6 @@ class Membership:
                 self._progress.on_joined(update.broker)
             if any(i.name == self._info.ref.name and i.accepting == self._accepting for i in update.changed):
                 self._told.set()
-            self._on_joined()
 
     def _message(self, legs: Iterable[TicketLeg] = ()) -> broker_pb2.InstanceReport:
         info = dataclasses.replace(self._info, load=self._progress.load, accepting=self._accepting)

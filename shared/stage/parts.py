@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from stagemesh.shared.config import Config, InstanceSection
 from stagemesh.shared.config.hosts import stage_threads
+from stagemesh.shared.config.sections import Role
 from stagemesh.shared.core.directory import PROTOCOL_VERSION, Manifest
 from stagemesh.shared.core.layers import LayerRange, split_layers
 from stagemesh.shared.engine.host_copies import CpuPageCopier, HostCopies
@@ -49,10 +51,17 @@ class StageParts:
     layers: LayerRange
     dtype: torch.dtype
     pool: Tensor
+    weights: StageWeights
     runner: StageRunner
     first: bool
     last: bool
     device: DeviceParts | None = None  # on a GPU
+
+    @property
+    def bound_to_role(self) -> str | None:
+        """Why the stage cannot take the other role with the weights that it has; None if it can."""
+        packed = self.device is not None and self.device.packed
+        return "decode has packed its matrices on this GPU, and prefill cannot use those" if packed else None
 
     @property
     def inbox_spec(self) -> RingSpec | None:
@@ -102,11 +111,38 @@ def build_parts(
         layers=layers,
         dtype=dtype,
         pool=pool,
+        weights=weights,
         runner=runner,
         first=first,
         last=last,
         device=device_parts,
     )
+
+
+def rebuild_parts(
+    parts: StageParts,
+    config: Config,
+    instance: InstanceSection,
+    role: Role,
+    limits: StageLimits,
+    progress: Callable[[str], None],
+) -> StageParts:
+    """What the other role computes with, over the same weights and pool. Blocks, on a GPU for seconds."""
+    runner, device = _build_runner(
+        config,
+        structs.replace(instance, role=role),
+        parts.config,
+        parts.layers,
+        parts.weights,
+        parts.pool,
+        parts.dtype,
+        limits,
+        progress,
+        first=parts.first,
+        last=parts.last,
+        packs=False,  # what is packed could not be taken apart again
+    )
+    return replace(parts, runner=runner, device=device)
 
 
 def see_gpu(instance: InstanceSection, pp_rank: int) -> None:
@@ -131,6 +167,7 @@ def _build_runner(
     *,
     first: bool,
     last: bool,
+    packs: bool = True,
 ) -> tuple[StageRunner, DeviceParts | None]:
     if config.model.device == "cpu":
         model = StageModel(model_config, layers, weights, dtype, first=first, last=last)
@@ -151,6 +188,7 @@ def _build_runner(
         pp_size=instance.pp_size,
         first=first,
         last=last,
+        packs=packs,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 
 from stagemesh.shared.config import Config
 from stagemesh.shared.errors import Rejected
@@ -12,8 +11,7 @@ from stagemesh.shared.obs.log import choose_form, configure
 from stagemesh.shared.runtime.loop import run
 from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.service import StopSignals, run_service
-from stagemesh.shared.stage.parts import StageLimits
-from stagemesh.shared.stage.stage import MakeHead, StageService
+from stagemesh.shared.stage.stage import StageService
 
 
 def run_stage(
@@ -22,8 +20,6 @@ def run_stage(
     pp_rank: int | None,
     *,
     role: str,
-    make_head: MakeHead,
-    limits: Callable[[int], StageLimits],
 ) -> None:
     """Runs until told to stop. Raises Rejected if `instance` is not of `role`, or has no such rank."""
     if instance is None or pp_rank is None:
@@ -40,8 +36,6 @@ def run_stage(
             config,
             instance,
             pp_rank,
-            make_head=make_head,
-            limits=limits(section.pp_size),
             notifier=notifier,
             on_stop=signals.drain.set,
             log=log,

@@ -89,7 +89,7 @@ class RingOut:
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[stage_pb2.RingMessage | None] = asyncio.Queue(MAX_QUEUED)
-        self._finishing = False
+        self._leaving: stage_pb2.Leaving | None = None
         self._ended = asyncio.Event()
 
     @property
@@ -136,9 +136,10 @@ class RingOut:
         except asyncio.QueueFull:
             raise Exhausted("the next stage of the ring takes nothing any more") from None
 
-    async def finish(self) -> None:
-        """Ends the stream after what is queued, which tells the next stage that this is no loss."""
-        self._finishing = True
+    async def finish(self, next_role: str) -> None:
+        """Ends the stream after what is queued, which tells the next stage that this is no loss, and what follows:
+        nothing, or a life in `next_role`."""
+        self._leaving = stage_pb2.Leaving(next_role=next_role)
         self.forward(None)
         await self._ended.wait()
 
@@ -148,10 +149,10 @@ class RingOut:
         try:
             while (message := await self._queue.get()) is not None:
                 await stream.send(message)
-            await stream.send(stage_pb2.RingMessage(leaving=stage_pb2.Leaving()))
+            await stream.send(stage_pb2.RingMessage(leaving=self._leaving))
             await stream.finish()
         except StagemeshError as error:
-            if not self._finishing:
+            if self._leaving is None:
                 raise PeerLost(f"the next stage of the ring is gone: {error}") from error
         finally:
             stream.cancel()
@@ -170,6 +171,7 @@ class RingIn:
     def __init__(self, listener: RingListener) -> None:
         self._listener, self._silence = listener, Silence()
         self._connected = self._finished = False
+        self.next_role = ""  # once the previous stage has said that it begins anew
         self.ended = asyncio.Event()
 
     async def accept(self, messages: AsyncIterator[stage_pb2.RingMessage]) -> stage_pb2.RingClosed:
@@ -183,16 +185,16 @@ class RingIn:
                 if message.HasField(
                     "leaving"
                 ):  # a dead neighbour's stream may end as quietly as that of one that leaves
-                    self._finished = True
+                    self._finished, self.next_role = True, message.leaving.next_role
                 else:
                     deliver(message, self._listener)
         finally:
             self.ended.set()
         return stage_pb2.RingClosed()
 
-    async def watch(self, on_finished: Callable[[], None]) -> None:
-        """A child of the stage. Calls `on_finished` when the previous stage has ended its stream; raises PeerLost when
-        it is gone without that, or silent: its process hangs, though its socket lives."""
+    async def watch(self, on_finished: Callable[[str], None]) -> None:
+        """A child of the stage. Calls `on_finished` with the next role, or "", when the previous stage has ended its
+        stream; raises PeerLost when it is gone without that, or silent: its process hangs, though its socket lives."""
         while not self.ended.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
@@ -201,4 +203,4 @@ class RingIn:
                 raise PeerLost(f"the previous stage of the ring has been silent for {LOST_AFTER_S:g} s")
         if not self._finished:
             raise PeerLost("the previous stage of the ring is gone")
-        on_finished()
+        on_finished(self.next_role)

@@ -55,6 +55,7 @@ class Sessions:
         self._requests, self._epoch, self._log = requests, epoch, log
         self._owner: dict[RequestRef, _Session] = {}
         self.num_open = 0
+        self.is_closed = False  # what comes is to run elsewhere
 
     @property
     def num_requests(self) -> int:
@@ -122,6 +123,9 @@ class Sessions:
         if request in self._owner:  # of another router, perhaps: that one's goes on
             refused = SequenceOutput(request, end=SequenceEnd.REJECTED, error="request_id: is in use by a live request")
             session.tell([refused])
+            return
+        if self.is_closed:
+            session.tell([SequenceOutput(request, end=SequenceEnd.LOST, error="the instance has ended")])
             return
         self._owner[request] = session
         session.requests.add(request)

@@ -1,7 +1,7 @@
-"""One stage process, whatever its role: loads, closes the ring, executes, and on rank 0 hosts the head.
+"""One stage process, whatever its role: loads once, then lives one life after the other.
 
-start:  parts (model, pool) -> transfer endpoint -> gRPC server -> epoch -> ring -> head, directory -> ready
-stop:   the head leaves the directory and waits for what runs; the other ranks wait for the head to go
+start:  parts (model, pool) -> transfer endpoint -> gRPC server -> first life (`life`) -> ready
+life over: its streams, head and executor end --> parts of the next role, same weights and pool --> next life
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from stagemesh.shared.config import Config
 from stagemesh.shared.config.hosts import listen_address, mesh_hosts, stage_transfer
-from stagemesh.shared.core.directory import InstanceInfo, Role, StageInfo
-from stagemesh.shared.core.identity import InstanceRef
-from stagemesh.shared.errors import Retryable
-from stagemesh.shared.link.ring import RingReceiver, RingSpec
+from stagemesh.shared.core.directory import Role, StageInfo
+from stagemesh.shared.errors import Exhausted, PeerLost, Rejected, Retryable, StagemeshError
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.obs.metrics import Identity, Sample
@@ -27,8 +25,6 @@ from stagemesh.shared.obs.request_spans import RequestSpans
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.pb import stage_pb2
 from stagemesh.shared.rpc.access import mesh_access
-from stagemesh.shared.rpc.broker import BROKER, BrokerClient
-from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.rpc.inspect import INSPECT, InspectService
 from stagemesh.shared.rpc.server import Server
 from stagemesh.shared.runtime.loop import LagSampler
@@ -36,29 +32,25 @@ from stagemesh.shared.runtime.monitor import Monitor
 from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.service import Child
 from stagemesh.shared.runtime.tasks import Tasks
-from stagemesh.shared.stage.checksums import Checksums
-from stagemesh.shared.stage.connect import Connector, Upstream
 from stagemesh.shared.stage.describe import StageNames
-from stagemesh.shared.stage.executors import make_executor, make_kv_sender, make_receiver
-from stagemesh.shared.stage.head import INSTANCE, Head, HeadContext
+from stagemesh.shared.stage.head import INSTANCE
 from stagemesh.shared.stage.head_rpcs import HeadRpcs
-from stagemesh.shared.stage.health import Health
-from stagemesh.shared.stage.lead import Lead, new_epoch
+from stagemesh.shared.stage.lead import Lead
+from stagemesh.shared.stage.life import StageBase, StageLife
 from stagemesh.shared.stage.node import StageNode
-from stagemesh.shared.stage.parts import StageLimits, StageParts, build_parts
-from stagemesh.shared.stage.profile import StageProfiler
-from stagemesh.shared.stage.reaped import note_epoch
-from stagemesh.shared.stage.report import WriterReports
-from stagemesh.shared.stage.ring import STAGE_LINK, RingIn, RingOut
+from stagemesh.shared.stage.parts import build_parts, rebuild_parts
+from stagemesh.shared.stage.ring import STAGE_LINK
+from stagemesh.shared.stage.roles import role_parts
 from stagemesh.shared.stage.structures import Structures
 from stagemesh.shared.transfer.backends import open_endpoint
 from stagemesh.shared.transfer.base import Endpoint
 
-MakeHead = Callable[[HeadContext], Head]
+NEXT_LIFE_S: Final = 120.0
+"""From the end of a life to the next one's ring being closed, graphs on a GPU included. Else the process ends."""
 
 
 class StageService:
-    """A `Service`. `make_head` is the role's; `on_stop` is called when another stage of it is being stopped."""
+    """A `Service`. `on_stop` is called when another stage of it is being stopped."""
 
     def __init__(
         self,
@@ -66,29 +58,21 @@ class StageService:
         instance: str,
         pp_rank: int,
         *,
-        make_head: MakeHead,
-        limits: StageLimits,
         notifier: Notifier,
         on_stop: Callable[[], None],
         log: Log,
     ) -> None:
         self._config, self._instance, self._pp_rank = config, config.instance(instance), pp_rank
-        self._make_head, self._limits = make_head, limits
         self._notifier, self._on_stop, self._log = notifier, on_stop, log
         self._tracer = Tracer(f"{instance}/{pp_rank}")
         self._lag, self._tasks = LagSampler(), Tasks()
         self._monitor = Monitor(config.metrics, Identity(self._instance.role, instance, pp_rank), self, self._lag)
         self._access = mesh_access(config.tls, log)
         self._started_s = time.monotonic()
-        self._node: StageNode | None = None
-        self._ring_in: RingIn | None = None
-        self._ring_out = RingOut()
-        self._connector: Connector | None = None
-        self._connected = asyncio.Event()
-        self._lead: Lead | None = None
-        self._profiler: StageProfiler | None = None
+        self._life: StageLife | None = None
+        self._life_stack = AsyncExitStack()
+        self._next: asyncio.Future[int] | None = None  # the epoch of the life to come, while a role is being switched
         self._server: Server | None = None
-        self._structures: Structures | None = None
 
     @property
     def address(self) -> str | None:
@@ -99,42 +83,65 @@ class StageService:
     async def start(self, stack: AsyncExitStack) -> list[Child]:
         stack.callback(self._tasks.close)
         await self._monitor.start(stack, self._notifier, self._log)
-        process, role = f"{self._instance.name}/{self._pp_rank}", self._instance.role
-        spans = open_spans(stack, self._config, service=role, process=process)
-        self._tracer.requests = RequestSpans(spans, role, process)
-        parts = await asyncio.to_thread(
-            build_parts,
-            self._config,
-            self._instance,
-            self._pp_rank,
-            self._limits,
-            self._notifier.status,
-            self._log,
+        process, role = f"{self._instance.name}/{self._pp_rank}", Role(self._instance.role)
+        self._spans = open_spans(stack, self._config, service=role.value, process=process)
+        made = role_parts(role.value, self._config)
+        limits = made.limits(self._instance.pp_size)
+        self._parts = await asyncio.to_thread(
+            build_parts, self._config, self._instance, self._pp_rank, limits, self._notifier.status, self._log
         )
-        stack.callback(parts.runner.copies.close)
+        stack.callback(self._close_copies)
         endpoint = self._open_endpoint()
         stack.push_async_callback(endpoint.close)
-        pool = endpoint.publish(endpoint.register(parts.pool))
-        own = StageInfo(self._pp_rank, parts.layers, self._instance.stages[self._pp_rank], pool)
-        receiver = make_receiver(endpoint, parts, self._limits)
-        slots = parts.inbox_spec if receiver is None else receiver.spec
-        self._connector = Connector(self._instance.name, self._pp_rank, self._instance.pp_size, parts.manifest, slots)
+        pool = endpoint.publish(endpoint.register(self._parts.pool))
+        self._base = StageBase(
+            config=self._config,
+            instance=self._instance,
+            pp_rank=self._pp_rank,
+            endpoint=endpoint,
+            own=StageInfo(self._pp_rank, self._parts.layers, self._instance.stages[self._pp_rank], pool),
+            dial=self._access.dial,
+            tasks=self._tasks,
+            tracer=self._tracer,
+            notifier=self._notifier,
+            log=self._log,
+            on_stop=self._on_stop,
+            on_stuck=self._stop_serving,
+        )
+        stack.push_async_callback(self._close_life)
+        life = self._begin(role, StageLife(self._base, role, made, limits, self._parts))
         inspect = InspectService(self, self._tracer, metrics_address=self._monitor.address, profile=self._profile)
-        instance = HeadRpcs(self._head, self._leading, lambda: self._structures)
-        server = Server({STAGE_LINK: self, INSTANCE: instance, INSPECT: inspect}, self._access.listening)
-        await server.start(listen_address(self._config, own.address))
+        rpcs = HeadRpcs(self._up, self._structures, self._switch)
+        server = Server({STAGE_LINK: self, INSTANCE: rpcs, INSPECT: inspect}, self._access.listening)
+        await server.start(listen_address(self._config, self._base.own.address))
         stack.push_async_callback(server.stop)
         self._notifier.status("connecting the stages")
-        if parts.last:
-            self._structures = Structures(parts.runner, self._config.model.spec, self._tasks.spawn, self._log)
-            stack.push_async_callback(self._structures.close)
-        children = await self._connect(stack, parts, endpoint, receiver, own)
-        if self._structures is not None:
-            children.append(self._structures.run())
+        children = await life.open(self._life_stack)
         await server.set_serving(True)
         self._server = server
-        self._log.info("stage is up", layers=f"[{parts.layers.lo}, {parts.layers.hi})", pages=parts.manifest.num_pages)
-        return [*children, self._tasks.run(), self._lag.run(), self._monitor.run()]
+        lo, hi, pages = self._parts.layers.lo, self._parts.layers.hi, self._parts.manifest.num_pages
+        self._log.info("stage is up", layers=f"[{lo}, {hi})", pages=pages)
+        return [self._live(life, children), self._tasks.run(), self._lag.run(), self._monitor.run()]
+
+    def _begin(self, role: Role, life: StageLife) -> StageLife:
+        """From now on this is the life that is meant."""
+        process = f"{self._instance.name}/{self._pp_rank}"
+        self._tracer.requests = RequestSpans(self._spans, role.value, process)
+        self._monitor.identify(Identity(role.value, self._instance.name, self._pp_rank))
+        self._life = life
+        return life
+
+    def _open_endpoint(self) -> Endpoint:
+        section = stage_transfer(self._config, self._instance.stages[self._pp_rank])
+        one_host = len(mesh_hosts(self._config)) == 1
+        return open_endpoint(section, self._config.model.device, self._log, one_host=one_host)
+
+    def _close_copies(self) -> None:
+        self._parts.runner.copies.close()
+
+    async def _close_life(self) -> None:
+        stack, self._life_stack = self._life_stack, AsyncExitStack()
+        await stack.aclose()
 
     async def _stop_serving(self) -> None:
         if self._server is not None:
@@ -142,163 +149,102 @@ class StageService:
 
     async def withdraw(self) -> None:
         await self._stop_serving()
-        if self._lead is not None:
-            self._lead.leave()
+        if self._life is not None:
+            self._life.leave()
 
     async def idle(self) -> None:
-        """The head waits for what runs, then ends the ring; the end goes round it."""
-        if self._lead is not None:
-            await self._lead.head.idle()
-            await self._ring_out.finish()
-        if self._ring_in is not None:
-            await self._ring_in.ended.wait()
-        if self._lead is None:
-            await self._ring_out.finish()
+        if self._life is not None and self._life.is_open:
+            await self._life.idle()
 
-    # -- start, in parts --
+    # -- one life after the other --
 
-    async def _connect(
-        self,
-        stack: AsyncExitStack,
-        parts: StageParts,
-        endpoint: Endpoint,
-        receiver: RingReceiver | None,
-        own: StageInfo,
-    ) -> list[Child]:
-        """Closes the ring with the other stages; on rank 0 the head comes to life then."""
-        assert self._connector is not None
-        epoch = None
-        if parts.first:
-            bus, epoch = await new_epoch(stack, self._config, self._instance.name, self._access.material, self._log)
-        upstream = Upstream(epoch, ()) if epoch is not None else await self._connector.upstream
-        spec, next_stage = None, None
-        if self._instance.pp_size > 1:
-            next_rank = (self._pp_rank + 1) % self._instance.pp_size
-            address, dial = self._instance.stages[next_rank], self._access.dial
-            next_stage = await stack.enter_async_context(Client(address, STAGE_LINK, dial=dial))
-            spec = await self._connector.connect(next_stage, upstream, own)
-        broker = await stack.enter_async_context(Client(self._config.broker.listen, BROKER, dial=self._access.dial))
-        ref = InstanceRef(self._instance.name, upstream.epoch)
-        self._notifier.epoch(ref.epoch)
-        note_epoch(Path(self._config.mesh.run_dir), ref.name, self._pp_rank, ref.epoch, self._log)
-        ring = self._ring_out
-        self._node = self._make_node(parts, endpoint, receiver, spec, ring, BrokerClient(broker), ref)
-        directory, stage = Path(self._config.mesh.run_dir), f"{self._instance.name}.{self._pp_rank}"
-        self._profiler = StageProfiler(self._node.executor, directory, stage)
-        health = Health(self._node, self._notifier, self._stop_serving, self._log)
-        children: list[Child] = [self._node.executor.run(), health.pulse(), health.watch()]
-        if next_stage is None:
-            stages: tuple[StageInfo, ...] = (own,)
-            children.append(ring.loop_back(self._node))
-        else:
-            self._ring_in = RingIn(self._node)
-            self._connected.set()
-            stages = (await self._connector.upstream).stages
-            children += [ring.run(next_stage), self._ring_in.watch(self._on_stop)]
-        if parts.first:
-            info = InstanceInfo(ref, Role(self._instance.role), own.address, parts.manifest, stages)
-            self._lead = Lead(
-                self._config,
-                self._make_head(self._head_context(info, broker, parts.config.vocab_size)),
-                info,
-                broker,
-                bus,
-                self._log.bind(epoch=info.ref.epoch),
-            )
-            self._node.head = self._lead.head
-            children += self._lead.children()
-        return children
+    async def _live(self, life: StageLife, children: list[Child]) -> None:
+        """A child of the service: runs until cancelled. Raises PeerLost if a life does not follow the one before."""
+        while True:
+            role = await life.run(children)
+            try:
+                async with asyncio.timeout(NEXT_LIFE_S):
+                    life, children = await self._follow(role)
+            except TimeoutError:
+                raise PeerLost(f"the stages are not connected {NEXT_LIFE_S:g} s after a role was switched") from None
+            if self._next is not None and not self._next.done():
+                self._next.set_result(life.epoch)
+            self._log.info("the role is switched", role=role.value, epoch=life.epoch)
 
-    def _open_endpoint(self) -> Endpoint:
-        section = stage_transfer(self._config, self._instance.stages[self._pp_rank])
-        one_host = len(mesh_hosts(self._config)) == 1
-        return open_endpoint(section, self._config.model.device, self._log, one_host=one_host)
-
-    def _make_node(
-        self,
-        parts: StageParts,
-        endpoint: Endpoint,
-        receiver: RingReceiver | None,
-        spec: RingSpec | None,
-        ring: RingOut,
-        broker: BrokerClient,
-        ref: InstanceRef,
-    ) -> StageNode:
-        report = WriterReports(broker, ref, self._pp_rank, self._settled, self._log)
-        checksums, spawn, role = Checksums(parts.pool, parts.layers), self._tasks.spawn, self._instance.role
-        kv = make_kv_sender(parts, endpoint, self._config, role, spawn, report, self._tracer, checksums)
-        executor = make_executor(
-            parts,
-            endpoint,
-            receiver,
-            spec,
-            ring,
-            kv,
-            spawn=self._tasks.spawn,
-            tracer=self._tracer,
-            nice=self._config.engine.decode_nice if self._instance.role == "decode" else 0,
+    async def _follow(self, role: Role) -> tuple[StageLife, list[Child]]:
+        assert self._life is not None
+        self._life.release()
+        await self._close_life()
+        made = role_parts(role.value, self._config)
+        limits = made.limits(self._instance.pp_size)
+        self._close_copies()
+        self._parts = await asyncio.to_thread(
+            rebuild_parts, self._parts, self._config, self._instance, role.value, limits, self._notifier.status
         )
-        return StageNode(
-            self._pp_rank,
-            runner=parts.runner,
-            executor=executor,
-            ring=ring,
-            tasks=self._tasks,
-            kv=kv,
-            last=parts.last,
-            endpoint=endpoint,
-            checksums=checksums,
-        )
+        life = self._begin(role, StageLife(self._base, role, made, limits, self._parts))
+        return life, await life.open(self._life_stack)
 
-    async def _profile(self, seconds: float) -> Path:
-        if self._profiler is None:
-            raise Retryable("the stage is not up yet")
-        return await self._profiler.record(seconds)
+    async def _switch(self, role: str, timeout_s: float) -> int:
+        """Rank 0: the epoch of the instance in its other role. Raises Retryable if it has work for too long, Rejected
+        for a role that it has, or cannot have."""
+        self._up()
+        life = self._life
+        assert life is not None
+        if role not in (known.value for known in Role) or role == life.role.value:
+            raise Rejected("role", f"{self._instance.name} is a {life.role.value} instance: it cannot become {role!r}")
+        if (why := self._parts.bound_to_role) is not None:
+            raise Rejected("role", why)
+        if self._next is not None:
+            raise Exhausted(f"{self._instance.name} is being switched already")
+        following: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._next = following
+        self._tasks.spawn(self._retire(life, Role(role), timeout_s or self._config.engine.drain_timeout_s))
+        return await asyncio.shield(following)  # whoever asks may go: it goes on
 
-    def _settled(self, settled: stage_pb2.Settled) -> None:
-        assert self._node is not None
-        self._node.settled(settled)
-
-    def _head_context(self, info: InstanceInfo, broker: Client, vocab_size: int) -> HeadContext:
-        assert self._node is not None
-        return HeadContext(
-            info=info,
-            executor=self._node.executor,
-            issue=self._node.issue,
-            spawn=self._tasks.spawn,
-            broker=BrokerClient(broker),
-            ask_read_out=self._node.ask_read_out,
-            ask_verify=self._node.ask_verify,
-            vocab_size=vocab_size,
-            tracer=self._tracer,
-            log=self._log.bind(epoch=info.ref.epoch),
-        )
+    async def _retire(self, life: StageLife, role: Role, timeout_s: float) -> None:
+        following = self._next
+        assert following is not None
+        try:
+            await life.retire(role, timeout_s)
+            await following
+        except StagemeshError as error:
+            following.set_exception(error)
+        finally:
+            self._next = None
 
     # -- rpcs --
 
+    async def _profile(self, seconds: float) -> Path:
+        if self._life is None or self._life.profiler is None:
+            raise Retryable("the stage is not up yet")
+        return await self._life.profiler.record(seconds)
+
     async def Connect(self, request: stage_pb2.ConnectRequest, context: Any) -> stage_pb2.ConnectReply:  # noqa: N802
-        assert self._connector is not None
-        return self._connector.accept(request)
+        assert self._life is not None
+        return self._life.accept(request)
 
     async def Ring(self, messages: Any, context: Any) -> stage_pb2.RingClosed:  # noqa: N802
-        await self._connected.wait()
-        assert self._ring_in is not None
-        return await self._ring_in.accept(messages)
+        assert self._life is not None
+        return await self._life.ring(messages)
 
-    def _head(self) -> Head:
+    def _structures(self) -> Structures | None:
+        return None if self._life is None else self._life.structures
+
+    def _up(self) -> Lead:
         """Raises Retryable where there is none, or not yet."""
-        return self._leading().head
-
-    def _leading(self) -> Lead:
-        if self._lead is None:
+        if self._life is None or self._life.lead is None:
             raise Retryable("no head is up here")
-        return self._lead
+        return self._life.lead
 
     # -- views --
 
+    @property
+    def _node(self) -> StageNode | None:
+        return None if self._life is None else self._life.node
+
     def check_integrity(self) -> None:
-        if self._node is not None:
-            self._node.check_integrity()
+        if (node := self._node) is not None:
+            node.check_integrity()
 
     @property
     def held(self) -> Mapping[str, int]:
@@ -313,7 +259,7 @@ class StageService:
         return {"steps_done": executor.steps_done, **lag, **executor.gauges, **({} if head is None else head.gauges)}
 
     def measure(self) -> Iterable[Sample]:
-        return [sample for part in (self._node, self._structures) if part is not None for sample in part.measure()]
+        return [sample for part in (self._node, self._structures()) if part is not None for sample in part.measure()]
 
     def describe(self) -> Iterable[Entry]:
         names = StageNames(self._instance.name, self._pp_rank, self._instance.pp_size)

@@ -197,7 +197,7 @@ def test_a_router_that_hangs_is_named_and_the_rest_is_found_by_the_config(mesh: 
         said = dump(mesh, "--config", str(Path(mesh.record["run_dir"]) / "config.toml"))
     assert said.startswith("router  does not answer: ")
     assert "\ndecode-0/1\n" in said
-    assert "instance prefill-0, accepting" in said
+    assert "instance prefill-0, serving" in said
     asyncio.run(mesh.check_idle())
 
 

@@ -33,7 +33,7 @@ class CommandChecks:
         self, scheduler: DecodeScheduler, by_ref: dict[RequestRef, SimRequest], *, microbatches: int, most_rows: int
     ) -> None:
         self._scheduler, self._by_ref = scheduler, by_ref
-        self._microbatches, self._most_rows = microbatches, most_rows
+        self.microbatches, self._most_rows = microbatches, most_rows
         self.by_handle: dict[int, SimRequest] = {}
         self.dropped: set[int] = set()
         self.away: set[int] = set()  # handles that are retracted
@@ -80,7 +80,7 @@ class CommandChecks:
     def _check_step(self, step: Step) -> None:
         self.last_step += 1
         assert step.number == self.last_step
-        assert 0 <= step.microbatch < self._microbatches
+        assert 0 <= step.microbatch < self.microbatches
         assert step.rows.shape == (len(step.rows), ROW_WIDTH)
         assert 0 < len(step.rows) <= self._most_rows
         handles = step.rows[:, HANDLE].tolist()

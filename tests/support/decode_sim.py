@@ -63,6 +63,13 @@ class DecodeSim:
         self.order = OrderChecks(self.scheduler, most_running=max_running, ageing_s=AGEING_S)
         self.progress = 0  # counts whatever happens, but polls that bring nothing
 
+    def set_extra_depth(self, depth: int) -> None:
+        """Steps that are out may still be of microbatches that are gone."""
+        self.scheduler.settings.set("extra_depth", depth)
+        count = len(self.scheduler.microbatches.sizes)
+        assert count == len(self.pipeline.stages) + depth
+        self.num_microbatches = self.checks.microbatches = max(self.num_microbatches, count)
+
     # -- what routers, the broker and writers do --
 
     def new_request(self, prompt_tokens: int, sampling: SamplingParams, priority: int = 0) -> SimRequest:

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import pytest
 
 from stagemesh.shared.bus.base import Bus, Watcher
+from stagemesh.shared.bus.events import MAX_EARLY, EventKind, Events, Gaps, events_subject, read_event
 from stagemesh.shared.bus.memory import MemoryServer, matches
 from stagemesh.shared.bus.nats import open_nats_bus
-from stagemesh.shared.bus.presence import Presence, PresenceEvent, announce, presence_subject, read_presence
 from stagemesh.shared.errors import Bug, Retryable
 from tests.support.nats import NatsServer, nats_server
 
@@ -212,21 +212,44 @@ def test_a_handler_that_raises_ends_the_bus(harness: Harness) -> None:
     run(scenario())
 
 
-def test_presence_is_read_back_as_it_was_announced(harness: Harness) -> None:
-    presence = Presence(
-        event=PresenceEvent.JOINED, mesh="local", name="decode-0", role="decode", epoch=3, address="unix:/run/d.sock"
-    )
+def test_events_wait_for_a_bus_and_tell_what_is_missing(harness: Harness) -> None:
+    """More than the outbox takes at once: what is dropped is counted, and a listener sees how many are missing."""
+    events, gaps = Events("local", "b1"), Gaps()
+    events.say(EventKind.JOINED, "decode-0", epoch=3)
 
     async def scenario() -> None:
-        async with harness.connect() as bus, running(bus):
+        async with harness.connect(max_queued=10) as bus:
             inbox = Inbox()
-            await bus.subscribe("stagemesh.events.>", inbox)
-            announce(bus, presence)
-            [(subject, payload)] = await inbox.take(1)
-        assert subject == presence_subject("local", "decode-0")
-        assert read_presence(payload) == presence
+            await bus.subscribe(events_subject("local", ">"), inbox)
+            events.attach(bus)
+            for _ in range(14):
+                events.say(EventKind.RETRACTED, "decode-0", sequences=2)
+            async with running(bus):
+                heard = await inbox.take(10)
+                events.say(EventKind.LOST, "decode-0", reason="its stream has ended")
+                heard += await inbox.take(1)
+        assert {subject for subject, _ in heard} == {"stagemesh.events.local.decode-0"}
+        told = [read_event(payload) for _, payload in heard]
+        assert [event.event.value for event in told] == ["joined", *["retracted"] * 9, "lost"]
+        assert told[0].details == {"epoch": 3}
+        assert [gaps.note(event) for event in told] == [0] * 10 + [5]
+        assert events.num_dropped == 5
+        assert len(events.recent) == 16
 
     run(scenario())
+
+
+def test_events_without_any_bus_are_bounded_and_a_new_broker_starts_anew() -> None:
+    events = Events("local", "b1")
+    for _ in range(MAX_EARLY + 7):
+        events.say(EventKind.CHANGED, "broker")
+    assert events.num_dropped == 7
+    gaps = Gaps()
+    said = list(events.recent)
+    assert gaps.note(said[-1]) == 0  # what was before it came is not its matter
+    other = Events("local", "b2")
+    other.say(EventKind.UP, "broker")
+    assert gaps.note(other.recent[0]) == 0
 
 
 def test_no_server_is_an_error_to_try_again() -> None:

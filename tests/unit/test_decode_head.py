@@ -17,7 +17,7 @@ from stagemesh.shared.codec.arrays import to_tuple
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 from stagemesh.shared.engine.schedule.decode_state import DecodeActions
-from stagemesh.shared.errors import ProtocolViolation, Rejected, Retryable, StagemeshError
+from stagemesh.shared.errors import Cancelled, ProtocolViolation, Rejected, Retryable, StagemeshError
 from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import instance_pb2
@@ -173,8 +173,8 @@ def test_conservativeness_can_be_set_while_it_runs() -> None:
             with pytest.raises(Rejected, match="schedule_conservativeness"):
                 case.head.adjust("schedule_conservativeness", wrong)
         assert case.scheduler.schedule_conservativeness == 0.1
-        with pytest.raises(Rejected, match="setting: must be schedule_conservativeness, got 'max_running'"):
-            case.head.adjust("max_running", 3)
+        with pytest.raises(Rejected, match=r"setting: must be one of schedule_conservativeness, .*, got 'page_size'"):
+            case.head.adjust("page_size", 3)
         with pytest.raises(Rejected, match="decode instances cache no prompts"):
             case.head.flush_cache()
 
@@ -225,5 +225,24 @@ def test_a_head_that_drains_does_not_wait_for_pages_in_quarantine() -> None:
         assert case.head.held["pages_quarantined"] == 2
         async with asyncio.timeout(5):
             await case.head.idle()
+
+    with_case(follow)
+
+
+def test_a_head_is_closed_only_when_nothing_is_held_or_may_be_written_to() -> None:
+    async def follow(case: Case) -> None:
+        with pytest.raises(Retryable, match="there are 1 sequences"):
+            case.head.close()
+        await case.reserve()
+        close = instance_pb2.CloseTicketRequest(ticket_id="t", reason="so", quiesced=False, epoch=case._epoch)
+        await case.head.CloseTicket(close, None)
+        await case.head.idle()
+        with pytest.raises(Retryable, match="there are 2 pages_quarantined"):
+            case.head.close()
+        close.quiesced = True
+        await case.head.CloseTicket(close, None)
+        case.head.close()
+        with pytest.raises(Cancelled, match="has ended"):
+            await case.reserve()
 
     with_case(follow)

@@ -97,6 +97,15 @@ class DecodeMachine(RuleBasedStateMachine):
     def set_conservativeness(self, value: float) -> None:
         self.sim.scheduler.schedule_conservativeness = value
 
+    @rule(depth=st.integers(0, 2))
+    def set_extra_depth(self, depth: int) -> None:
+        self.sim.set_extra_depth(depth)
+
+    @rule(count=st.integers(1, 6))
+    def set_max_running(self, count: int) -> None:
+        """Those that run already go on."""
+        self.sim.scheduler.settings.set("max_running", min(count, self.sim.max_running))
+
     @rule()
     def all_start(self) -> None:
         """Everybody who has come is brought as far as it can get: so there are enough to run out of pages."""

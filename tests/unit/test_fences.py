@@ -14,7 +14,7 @@ from stagemesh.services.broker.progress import ProgressWatch
 from stagemesh.services.broker.service import BrokerService
 from stagemesh.services.broker.tickets import Close
 from stagemesh.shared.codec.mesh import ref_to_pb
-from stagemesh.shared.config import BrokerSection, MetricsSection, TlsSection
+from stagemesh.shared.config import BrokerSection, MeshSection, MetricsSection, NatsSection, TlsSection
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.progress import STANDSTILL_S, STEPS, StageProgress
 from stagemesh.shared.errors import PeerLost, ProtocolViolation
@@ -109,7 +109,9 @@ class Broker:
 
     def __init__(self) -> None:
         sections = {"metrics": MetricsSection(), "tls": TlsSection(), "broker": BrokerSection(listen="unix:b")}
-        config = cast("Any", SimpleNamespace(**sections, instances=()))
+        config = cast(
+            "Any", SimpleNamespace(**sections, mesh=MeshSection(run_dir="/run"), nats=NatsSection(), instances=())
+        )
         self.service, self.heads = BrokerService(config, Notifier(None), Log(logging.getLogger("test"))), Heads()
         self.members = self.service._members
         self.members.heads = cast("Any", self.heads)

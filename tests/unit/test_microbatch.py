@@ -51,6 +51,15 @@ class MicrobatchMachine(RuleBasedStateMachine):
             assert self.place_of(handle) == left
             assert handle not in pinned or pinned.issuperset(others)
 
+    @rule(count=st.integers(1, 5), pinned=st.sets(st.integers(1, 30)))
+    def resize(self, count: int, pinned: set[int]) -> None:
+        """As even as ever. Whose turn it was is forgotten if it is gone."""
+        self.count = count
+        self.batches.resize(count, lambda handle: int(handle in pinned))
+        assert len(self.batches.sizes) == count
+        if self.last_turn is not None and self.last_turn >= count:
+            self.last_turn = None
+
     @rule(idle=st.sets(st.integers(0, 4)))
     def turn(self, idle: set[int]) -> None:
         """A microbatch's turn; those in `idle` have nothing to run."""

@@ -43,23 +43,23 @@ LEAVING = stage_pb2.RingMessage(leaving=stage_pb2.Leaving())
 
 def test_a_stream_that_ends_without_a_word_is_a_loss() -> None:
     async def run() -> None:
-        heard, finished = Heard(), asyncio.Event()
+        heard, finished = Heard(), list[str]()
         ring = RingIn(heard)
         await ring.accept(stream(APPLIED))
         with pytest.raises(PeerLost):
-            await ring.watch(finished.set)
-        assert (heard.applied, finished.is_set()) == ([3], False)
+            await ring.watch(finished.append)
+        assert (heard.applied, finished) == ([3], [])
 
     asyncio.run(run())
 
 
 def test_a_neighbour_that_leaves_is_no_loss() -> None:
     async def run() -> None:
-        finished = asyncio.Event()
+        finished = list[str]()
         ring = RingIn(Heard())
         await ring.accept(stream(APPLIED, LEAVING))
-        await ring.watch(finished.set)
-        assert finished.is_set()
+        await ring.watch(finished.append)
+        assert finished == [""]
         with pytest.raises(ProtocolViolation, match="previous stage already"):
             await ring.accept(stream())
 
@@ -83,7 +83,7 @@ def test_a_neighbour_that_is_silent_is_lost_though_its_stream_lives(monkeypatch:
         async with asyncio.TaskGroup() as group:
             accepting = group.create_task(ring.accept(pulses(8)))
             with pytest.raises(PeerLost, match="has been silent for 2 s"):
-                await ring.watch(lambda: None)
+                await ring.watch(list[str]().append)
             accepting.cancel()
         assert heard.applied == list(range(8))
 
@@ -104,19 +104,20 @@ class Link:
         return await self.ring.accept(messages)
 
 
-def test_what_is_queued_arrives_before_the_leave(tmp_path: Any) -> None:
+@pytest.mark.parametrize("next_role", ["", "decode"])
+def test_what_is_queued_arrives_before_the_leave(tmp_path: Any, next_role: str) -> None:
     async def run() -> None:
-        link, finished = Link(), asyncio.Event()
+        link, finished = Link(), list[str]()
         server = Server({STAGE_LINK: link})
         address = await server.start(f"unix:{tmp_path}/s")
         ring = RingOut()
         async with Client(address, STAGE_LINK) as client, asyncio.TaskGroup() as group:
             group.create_task(ring.run(client))
             ring.applied(7)
-            await ring.finish()
-        await link.ring.watch(finished.set)
+            await ring.finish(next_role)
+        await link.ring.watch(finished.append)
         await server.stop()
-        assert (link.heard.applied, finished.is_set()) == ([7], True)
+        assert (link.heard.applied, finished, link.ring.next_role) == ([7], [next_role], next_role)
 
     asyncio.run(run())
 

@@ -97,3 +97,30 @@ def test_a_silent_router_is_gone_and_one_that_pulses_is_not(monkeypatch: pytest.
         return turns
 
     assert asyncio.run(run(100)) >= 100 > asyncio.run(run(0))
+
+
+class Told:
+    """A connection, and what came over it."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[instance_pb2.SessionDown] = asyncio.Queue()
+
+    async def write(self, message: Any) -> None:
+        self.messages.put_nowait(message)
+
+
+def test_what_comes_to_an_instance_that_has_ended_runs_elsewhere() -> None:
+    async def run() -> None:
+        requests, told = Requests(), Told()
+        sessions = Sessions(requests, 1, Log(logging.getLogger(__name__)))
+        sessions.is_closed = True
+        serving = asyncio.ensure_future(sessions.serve(one_request(), told))
+        (output,) = (await told.messages.get()).outputs
+        assert (output.request.request_id, output.end) == ("r", instance_pb2.SEQUENCE_END_LOST)
+        assert not requests.submitted.is_set()
+        assert sessions.num_requests == 0
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+    asyncio.run(run())

@@ -16,7 +16,7 @@ from stagemesh.services.decode.head import DecodeHead
 from stagemesh.services.prefill.head import PrefillHead
 from stagemesh.shared.codec.arrays import to_tuple
 from stagemesh.shared.codec.mesh import ref_to_pb
-from stagemesh.shared.config import MetricsSection, TlsSection
+from stagemesh.shared.config import MeshSection, MetricsSection, NatsSection, TlsSection
 from stagemesh.shared.config.sections import BrokerSection
 from stagemesh.shared.core.directory import InstanceInfo
 from stagemesh.shared.core.identity import RequestRef
@@ -51,7 +51,9 @@ class Caller:
     context: Any = SimpleNamespace(time_remaining=lambda: None)
 
     def __init__(self) -> None:
-        sections = {"metrics": MetricsSection(), "tls": TlsSection(), "broker": BrokerSection(listen="")}
+        mesh = MeshSection(run_dir="/run")
+        shared = {"metrics": MetricsSection(), "tls": TlsSection(), "broker": BrokerSection(listen="")}
+        sections = {"mesh": mesh, "nats": NatsSection(), **shared}
         config = cast("Any", SimpleNamespace(**sections, instances=()))
         self.broker, self.heads = BrokerService(config, Notifier(None), Log(logging.getLogger("test"))), Heads()
         self.broker._members.heads = cast("Any", self.heads)

@@ -28,6 +28,7 @@ from stagemesh.shared.core.tickets import TicketLeg
 from stagemesh.shared.engine.pages import pages_for
 from stagemesh.shared.engine.schedule.decode_core import DecodeCore
 from stagemesh.shared.engine.schedule.decode_memory import DecodeMemory
+from stagemesh.shared.engine.schedule.decode_settings import DecodeSettings, StepRoom
 from stagemesh.shared.engine.schedule.decode_state import Asked, DecodeActions, DecodeSequence
 from stagemesh.shared.engine.schedule.decode_steps import DecodeSteps
 from stagemesh.shared.engine.schedule.legs import decode_legs
@@ -53,10 +54,12 @@ class DecodeScheduler:
         schedule_conservativeness: float = 1.0,
         priority_ageing_s: float = 10.0,
         yield_s: float = 0.0,
+        room: StepRoom | None = None,
     ) -> None:
         """`yield_s` is how long steps are held at most for prompts that are being computed. `host_pages` is how many
         pages of retracted sequences fit into the host memory of every stage. Waiting for `priority_ageing_s` is worth
-        one point of priority. Raises Rejected for a conservativeness out of its limits."""
+        one point of priority. `room` bounds what may be set later; None: nothing does. Raises Rejected for a
+        conservativeness out of its limits."""
         self._core = DecodeCore(num_pages=num_pages, page_size=page_size, num_microbatches=num_microbatches)
         self._core.growth.set_conservativeness(schedule_conservativeness)
         self._memory = DecodeMemory(
@@ -71,6 +74,7 @@ class DecodeScheduler:
         self.pages, self.issuer, self.stats = self._core.pages, self._core.issuer, self._core.stats
         self.growth = self._core.growth
         self.microbatches, self.sequences = self._core.microbatches, self._core.sequences
+        self.settings = DecodeSettings(self._core, self._memory, pp_size=pp_size, run_ahead=run_ahead, room=room)
 
     # -- events --
 
@@ -256,7 +260,8 @@ class DecodeScheduler:
     def load(self) -> InstanceLoad:
         running = sum(1 for s in self.sequences if s.state is SequenceState.RUNNING)
         waiting = sum(1 for s in self.sequences if not s.over) - running
-        return InstanceLoad(waiting, running, self.pages.num_free)
+        retractions = self.stats.retractions + self.stats.recomputed
+        return InstanceLoad(waiting, running, self.pages.num_free, retractions=retractions)
 
     @property
     def held(self) -> dict[str, int]:

@@ -10,9 +10,10 @@ from typing import Final
 
 import msgspec
 
+from stagemesh.shared.admin.commands import COMMANDS, read_request
 from stagemesh.shared.bench.frames import Progress, Ready, read_frame, to_bytes
-from stagemesh.shared.bus.presence import Presence, PresenceEvent, read_presence
-from stagemesh.shared.errors import PeerLost, ProtocolViolation
+from stagemesh.shared.bus.events import EventKind, MeshEvent, read_event
+from stagemesh.shared.errors import PeerLost, ProtocolViolation, Rejected
 from stagemesh.shared.obs.dump import ProcessDump, dump_json, dump_text
 from stagemesh.shared.obs.entry import Entry, decode_entries, encode_entries
 from stagemesh.shared.obs.timeline import overlaps, picture, read_spans
@@ -24,9 +25,10 @@ ENTRIES: Final = [
     Entry("request", "r1", 1.5, "decoding", "a step", ("decode-0", "decode-0/1"), {"tokens": 4, "since_s": 0.5}),
     Entry("ticket", "t1", 0.5, "filling", "", ("prefill-0",)),
 ]
-PRESENCE: Final = Presence(
-    event=PresenceEvent.JOINED, mesh="m", name="decode-0", role="decode", epoch=3, address="unix:/x"
+EVENT: Final = MeshEvent(
+    event=EventKind.JOINED, mesh="m", name="decode-0", seq=3, source="b", at_s=1.5, details={"epoch": 3}
 )
+COMMAND: Final = {"instance": "decode-0", "setting": "max_running", "value": 3, "role": "decode", "limit": 5}
 
 
 def spans() -> bytes:
@@ -39,7 +41,7 @@ def spans() -> bytes:
 
 
 def open_replies(folder: Path) -> Try:
-    right = {"entries": encode_entries(ENTRIES), "spans": spans(), "presence": msgspec.json.encode(PRESENCE)}
+    right = {"entries": encode_entries(ENTRIES), "spans": spans(), "event": msgspec.json.encode(EVENT)}
     frames = to_bytes(Ready()) + to_bytes(Progress(1, 2, 3))
 
     def attempt(rng: Random) -> None:
@@ -58,7 +60,18 @@ def open_replies(folder: Path) -> Try:
                 overlaps(found, {"decode-0"})
                 picture(found, window_ns=1_000_000)
             case _:
-                read_presence(data)
+                read_event(data)
+
+    return attempt
+
+
+def open_commands(folder: Path) -> Try:
+    """What operators send over NATS."""
+
+    def attempt(rng: Random) -> None:
+        command = rng.choice(list(COMMANDS.values()))
+        fields = {name: COMMAND[name] for name in command.request.__struct_fields__ if name in COMMAND}
+        read_request(command, json_bytes(rng, fields))
 
     return attempt
 
@@ -71,4 +84,7 @@ async def _frames(data: bytes) -> None:
         await read_frame(reader)
 
 
-TARGETS: Final = (Target("tool-replies", 8, open_replies, (ProtocolViolation, PeerLost)),)
+TARGETS: Final = (
+    Target("tool-replies", 8, open_replies, (ProtocolViolation, PeerLost)),
+    Target("admin-commands", 2, open_commands, (Rejected,)),
+)
