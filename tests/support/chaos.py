@@ -59,8 +59,12 @@ class Record:
     aside: Counter[Outcome] = field(default_factory=Counter)  # of requests that a router had when it was killed
 
     def judge(self, reference: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
+        known: dict[object, Outcome] = {}  # most answers to a prompt are the same
         for done in self.done:
-            outcome = judge(reference, prompts[done.prompt], done.answer, done.error, new_tokens)
+            key = (done.prompt, tuple(done.answer.token_ids), done.answer.reason, type(done.error))
+            if key not in known:
+                known[key] = judge(reference, prompts[done.prompt], done.answer, done.error, new_tokens)
+            outcome = known[key]
             (self.aside if self._on_a_killed_router(done) else self.outcomes)[outcome] += 1
 
     def _on_a_killed_router(self, done: Done) -> bool:
