@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ class Record:
     """`rss_mib` is of all processes together, before each kill and at the end."""
 
     done: list[Done] = field(default_factory=list)
-    token_s: list[float] = field(default_factory=list)
+    token_s: list[float] = field(default_factory=list)  # in order
     kills: list[Kill] = field(default_factory=list)
     rss_mib: list[float] = field(default_factory=list)
     outcomes: Counter[Outcome] = field(default_factory=Counter)
@@ -76,13 +77,13 @@ class Record:
 
     def rate(self, start_s: float, end_s: float) -> float:
         """Tokens a second."""
-        return sum(start_s <= at < end_s for at in self.token_s) / (end_s - start_s)
+        return (bisect_left(self.token_s, end_s) - bisect_left(self.token_s, start_s)) / (end_s - start_s)
 
     def recovery_s(self, kill: Kill) -> float:
         """From the kill until the rate is RECOVERED; infinity if that has not been seen."""
         wanted = RECOVERED * self.rate(kill.at_s - BEFORE_S, kill.at_s)
         starts = [kill.at_s, *(at for at in self.token_s if at > kill.at_s)]
-        last_s = max(self.token_s) - WINDOW_S
+        last_s = self.token_s[-1] - WINDOW_S
         reached = (at - kill.at_s for at in starts if at <= last_s and self.rate(at, at + WINDOW_S) >= wanted)
         return next(reached, float("inf"))
 
