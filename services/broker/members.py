@@ -1,6 +1,7 @@
 """Who is there: instances, by the streams of their heads, and the routers that watch.
 
 a head's Join stream is its presence: when it ends without a word, or is silent for LOST_AFTER_S, the instance is lost
+after this broker has stood still itself, heads may come back first, and nobody is lost for that
 a router whose stream has broken watches again within moments; one that does not is gone
 """
 
@@ -19,6 +20,7 @@ from stagemesh.services.broker.gathering import check_leg
 from stagemesh.services.broker.heads import Heads
 from stagemesh.services.broker.progress import ProgressWatch
 from stagemesh.services.broker.reported import Reported
+from stagemesh.services.broker.stalls import LOOK_S, Stalls
 from stagemesh.services.broker.watchers import Updates, Watchers
 from stagemesh.shared.bus.events import EventKind, Events
 from stagemesh.shared.codec.mesh import instance_from_pb, progress_from_pb
@@ -39,6 +41,7 @@ ROUTER_GONE_AFTER_S = 5.0
 LEFT = "it has left"
 REAPED = "its processes have ended"
 STUCK = "it makes no progress"
+BROKEN, ENDED, SILENT = "its stream has broken", "its stream has ended", "it is silent"
 
 
 class Members:
@@ -59,7 +62,11 @@ class Members:
         on_router_gone: Callable[[str], None],
         events: Events,
         dial: Dial = PLAIN,
+        rejoin_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """After a stall of this process heads have `rejoin_s` to come back."""
+        self._clock, self._stalls = clock, Stalls(rejoin_s, clock())
         self._tasks, self._log, self._fences, self._events = tasks, log, fences, events
         self._progress, self.lost_by_reason = ProgressWatch(), Counter[str]()
         self._on_joined, self._on_lost, self._on_router_gone = on_joined, on_lost, on_router_gone
@@ -89,7 +96,7 @@ class Members:
         first = await _first(reports)
         if first is None:
             return
-        info, leaving, why = instance_from_pb(first.info), first.leaving, "its stream has broken"
+        info, leaving, why = instance_from_pb(first.info), first.leaving, BROKEN
         ref, legs = info.ref, [check_leg(info.role, leg_from_pb(ticket)) for ticket in first.tickets]
         self._report(info)
         updates = self._streams[ref] = self._watchers.add()
@@ -102,16 +109,17 @@ class Members:
                     silence.broken()
                     leaving = report.leaving
                     self._report(instance_from_pb(report.info))
-                    if still := self._progress.stuck(ref, map(progress_from_pb, report.progress), time.monotonic()):
+                    self._look()
+                    if still := self._progress.stuck(ref, map(progress_from_pb, report.progress), self._clock()):
                         why = STUCK
                         self._log.warning("an instance stands still", instance_name=ref.name, reason=still)
                         raise ProtocolViolation(f"{ref} is lost: {still}")
                     self._heard(ref, report)
-                why = "its stream has ended"
+                why = ENDED
                 for other in others:
                     other.cancel()
         except* _Silent:
-            why = "it is silent"
+            why = SILENT
         finally:
             self._watchers.remove(updates)
             if self._streams.get(ref) is updates:  # else it has come back by another
@@ -154,7 +162,7 @@ class Members:
             self._log.info("an instance has joined", instance_name=info.ref.name, instance_epoch=info.ref.epoch)
             details = {"role": info.role.value, "address": info.address, "pp_size": len(info.stages)}
             self._events.say(EventKind.JOINED, info.ref.name, epoch=info.ref.epoch, **details)
-            self._reports[info.ref] = Reported(now_s := time.monotonic(), now_s)
+            self._reports[info.ref] = Reported(now_s := self._clock(), now_s)
         self._watchers.tell(change)
         for replaced in change.removed:
             self._lose(replaced)
@@ -166,10 +174,24 @@ class Members:
                 self._tasks.spawn(self._gone(info.ref, why=why))
 
     def _heard(self, ref: InstanceRef, report: broker_pb2.InstanceReport) -> None:
-        for event, details in self._reports[ref].take(report, time.monotonic()):
+        for event, details in self._reports[ref].take(report, self._clock()):
             self._events.say(event, ref.name, epoch=ref.epoch, **details)
 
+    async def look(self) -> None:
+        """A child of the broker: runs until cancelled."""
+        while True:
+            self._look()
+            await asyncio.sleep(LOOK_S)
+
+    def _look(self) -> None:
+        if away_s := self._stalls.look(self._clock()):
+            self._log.warning("this broker has stood still: heads may come back", away_s=round(away_s, 1))
+            self._progress.excuse()
+
     async def _gone(self, ref: InstanceRef, *, why: str) -> None:
+        if why in (BROKEN, ENDED, SILENT):
+            self._look()
+            await asyncio.sleep(self._stalls.left_s(self._clock()))
         if ref in self._streams or (change := self._directory.remove(ref)) is None:
             return
         said = self._log.info if why == LEFT else self._log.warning

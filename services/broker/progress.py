@@ -37,5 +37,9 @@ class ProgressWatch:
                 found = found or f"stage {stage.pp_rank} has stood still at step {stage.steps_done} for {still_s:.1f} s"
         return found
 
+    def excuse(self) -> None:
+        """Nobody has watched for a while: all begin anew."""
+        self._seen.clear()
+
     def forget(self, ref: InstanceRef) -> None:
         self._seen.pop(ref, None)

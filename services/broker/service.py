@@ -53,10 +53,9 @@ from stagemesh.shared.rpc.inspect import INSPECT, InspectService
 from stagemesh.shared.rpc.server import Server
 from stagemesh.shared.runtime.backoff import retry
 from stagemesh.shared.runtime.loop import LagSampler
-from stagemesh.shared.runtime.loop import run as run_loop
 from stagemesh.shared.runtime.monitor import Monitor
 from stagemesh.shared.runtime.notify import Notifier
-from stagemesh.shared.runtime.service import Child, run_service
+from stagemesh.shared.runtime.service import Child, run_to_end
 from stagemesh.shared.runtime.tasks import Tasks
 
 
@@ -82,6 +81,7 @@ class BrokerService:
             on_router_gone=self._router_gone,
             events=self._events,
             dial=self._access.dial,
+            rejoin_s=config.broker.rejoin_s,
         )
         self._recovery = Recovery(
             self._tickets,
@@ -124,7 +124,8 @@ class BrokerService:
         self._tasks.spawn(self._recovery.run())
         self._log.info("broker is up", address=self._address)
         self._events.say(EventKind.UP, SELF, address=self._address)
-        return [self._tasks.run(), self._lag.run(), self._monitor.run(), self._bus.serve(self._admin)]
+        watching = [self._lag.run(), self._monitor.run(), self._members.look()]
+        return [self._tasks.run(), *watching, self._bus.serve(self._admin)]
 
     async def withdraw(self) -> None:
         """Heads and routers leave first; there is nothing to refuse."""
@@ -355,4 +356,4 @@ def run(config: Config, instance: str | None = None, pp_rank: int | None = None)
     log = configure("broker", form=choose_form(os.environ, sys.stderr))
     notifier = Notifier.from_environ(os.environ)
     service = BrokerService(config, notifier, log)
-    run_loop(run_service(service, drain_timeout_s=config.engine.drain_timeout_s, notifier=notifier))
+    run_to_end(service, drain_timeout_s=config.engine.drain_timeout_s, notifier=notifier, log=log)

@@ -34,10 +34,9 @@ from stagemesh.shared.rpc.engine_proto import engine_proto
 from stagemesh.shared.rpc.inspect import INSPECT, InspectService
 from stagemesh.shared.rpc.server import Server
 from stagemesh.shared.runtime.loop import LagSampler
-from stagemesh.shared.runtime.loop import run as run_loop
 from stagemesh.shared.runtime.monitor import Monitor
 from stagemesh.shared.runtime.notify import Notifier
-from stagemesh.shared.runtime.service import Child, run_service
+from stagemesh.shared.runtime.service import Child, run_to_end
 from stagemesh.shared.runtime.tasks import Tasks
 
 
@@ -163,8 +162,5 @@ def run(config: Config, instance: str | None = None, pp_rank: int | None = None)
     """Runs the router until it is told to stop."""
     log = configure("router", form=choose_form(os.environ, sys.stderr))
     notifier = Notifier.from_environ(os.environ)
-    run_loop(
-        run_service(
-            RouterService(config, notifier, log), drain_timeout_s=config.engine.drain_timeout_s, notifier=notifier
-        )
-    )
+    service = RouterService(config, notifier, log)
+    run_to_end(service, drain_timeout_s=config.engine.drain_timeout_s, notifier=notifier, log=log)

@@ -18,6 +18,7 @@ from stagemesh.shared.cli import (
     keys,
     profile,
     reaped,
+    rolling,
     serve,
     steer,
     top,
@@ -37,7 +38,7 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     looks = (access, up, generate, bench, inspect, dump, top, profile)
-    for module in (*looks, steer, admin, keys, config, doctor, serve, reaped):
+    for module in (*looks, steer, admin, rolling, keys, config, doctor, serve, reaped):
         module.register(app)
     return app
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Final
 
 from stagemesh.shared.runtime.exits import report_failure
-from stagemesh.shared.runtime.notify import ADDRESS, EPOCH, METRICS
+from stagemesh.shared.runtime.notify import ADDRESS, CUT_OFF, EPOCH, METRICS
 from stagemesh.shared.runtime.plan import ProcessSpec
 from stagemesh.shared.runtime.signals import WATCHED
 
@@ -46,6 +46,11 @@ class Child:
     def is_alive(self) -> bool:
         """Not reaped yet."""
         return self.wait_status is None
+
+    @property
+    def has_cut_off(self) -> bool:
+        """It did not drain in time; `status` says what was left."""
+        return self.status.startswith(CUT_OFF)
 
     def hear(self, lines: Mapping[str, str]) -> Iterator[str]:
         """Takes in what it says of itself; gives what is worth telling people."""
@@ -122,7 +127,8 @@ def fork_child(
     try:
         pid = os.fork()
         if pid == 0:
-            _run_and_exit(spec, run, environ, parent, write_fd, (read_fd, *close_fds), before)
+            # a descriptor that is named twice can be closed once
+            _run_and_exit(spec, run, environ, parent, write_fd, {read_fd, *close_fds}, before)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     os.close(write_fd)

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from typing import Any, Final
 
@@ -20,9 +21,8 @@ from stagemesh.shared.errors import PeerLost
 from stagemesh.shared.obs.log import Log, choose_form, configure
 from stagemesh.shared.runtime import smg_process
 from stagemesh.shared.runtime.gateway_plan import GatewayPlace, check_installed, gateway_arguments, gateway_place
-from stagemesh.shared.runtime.loop import run as run_loop
 from stagemesh.shared.runtime.notify import Notifier
-from stagemesh.shared.runtime.service import Child, run_service
+from stagemesh.shared.runtime.service import Child, run_to_end
 
 ANSWER_TIMEOUT_S: Final = 2.0
 POLL_S: Final = 0.1  # while it starts
@@ -88,6 +88,11 @@ class GatewayService:
     async def idle(self) -> None:
         if self._process is not None:
             await self._process.wait()
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        """What it has in flight is the router's too, which counts it."""
+        return {}
 
     async def _has_tokenizer(self) -> bool:
         body = json.dumps({"model": self._place.model, "prompt": "a"})
@@ -170,4 +175,5 @@ def run(config: Config, instance: str | None = None, pp_rank: int | None = None)
     log = configure("openai", form=choose_form(os.environ, sys.stderr))
     notifier = Notifier.from_environ(os.environ)
     service = GatewayService(config, place, notifier, log)
-    run_loop(run_service(service, drain_timeout_s=config.engine.drain_timeout_s + ITS_END_S, notifier=notifier))
+    drain_timeout_s = config.engine.drain_timeout_s + ITS_END_S
+    run_to_end(service, drain_timeout_s=drain_timeout_s, notifier=notifier, log=log)

@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,9 @@ from urllib.parse import urlsplit
 from stagemesh.shared.config import Config
 from stagemesh.shared.errors import PeerLost, Rejected
 from stagemesh.shared.obs.log import choose_form, configure
-from stagemesh.shared.runtime.loop import run as run_loop
 from stagemesh.shared.runtime.nats_server import find_nats_server, says_ready
 from stagemesh.shared.runtime.notify import Notifier
-from stagemesh.shared.runtime.service import Child, run_service
+from stagemesh.shared.runtime.service import Child, run_to_end
 
 ANSWER_TIMEOUT_S: Final = 2.0
 PROBE_INTERVAL_S: Final = 5.0  # a probe costs a connection
@@ -100,6 +99,10 @@ class NatsService:
     async def idle(self) -> None:
         """Nothing of ours is in flight."""
 
+    @property
+    def held(self) -> Mapping[str, int]:
+        return {}
+
     async def _follow(self, process: Process) -> None:
         """Its log is ours, until it ends."""
         assert process.stderr is not None
@@ -146,6 +149,6 @@ async def _end(process: Process) -> None:
 def run(config: Config, store_dir: Path | None = None, server_config: Path | None = None) -> None:
     """Runs the NATS server of the deployment until told to stop."""
     place = nats_place(config, store_dir, server_config)
-    configure("nats", form=choose_form(os.environ, sys.stderr))
+    log = configure("nats", form=choose_form(os.environ, sys.stderr))
     notifier = Notifier.from_environ(os.environ)
-    run_loop(run_service(NatsService(place, notifier), drain_timeout_s=STOP_TIMEOUT_S, notifier=notifier))
+    run_to_end(NatsService(place, notifier), drain_timeout_s=STOP_TIMEOUT_S, notifier=notifier, log=log)

@@ -16,6 +16,7 @@ from typing import Final
 ADDRESS: Final = "X_ADDRESS"
 METRICS: Final = "X_METRICS"
 EPOCH: Final = "X_EPOCH"
+CUT_OFF: Final = "cut off"
 PATIENCE_S: Final = 2.0
 
 
@@ -61,6 +62,10 @@ class Notifier:
         """The service drains now, and wants `timeout_s` for it and its end, if its supervisor had less in mind."""
         extend = [] if timeout_s is None else [f"EXTEND_TIMEOUT_USEC={round(timeout_s * 1e6)}"]
         self._send("STOPPING=1", "STATUS=draining", *extend, patience_s=PATIENCE_S)
+
+    def cut_off(self, what: str) -> None:
+        """The time to drain was not enough for `what`."""
+        self._send(f"STATUS={CUT_OFF}: {what}", patience_s=PATIENCE_S)
 
     def watchdog(self) -> None:
         """Says that work makes progress; to be called more often than `watchdog_timeout_s`."""

@@ -1,7 +1,8 @@
 """Starting again what has died while the mesh served, as a pure policy: it says what and when, the supervisor does it.
 
 running --a member dies--> falling --all are reaped, and the back-off is over--> started again
-                              `--somebody hangs on: is killed
+   |                          |`--somebody hangs on: is killed
+   `--planned-----------------'  which is no fall, and has no back-off
 
 A group lives and dies as one: the stages of an instance, else a process by itself. Times are seconds of one clock.
 """
@@ -54,9 +55,16 @@ class Restarts:
         self._kill_at[group] = now + FALL_S
         return recent < MAX_FALLS
 
+    def planned(self, group: str, now: float, within_s: float) -> bool:
+        """Its members have been asked to end, within `within_s`. False if it falls already."""
+        if group in self._start_at:
+            return False
+        self._start_at[group], self._kill_at[group] = now, now + within_s
+        return True
+
     @property
     def falling(self) -> frozenset[str]:
-        """Groups that have lost a member and are not started again yet."""
+        """Groups that have lost a member, or are to end, and are not started again yet."""
         return frozenset(self._start_at)
 
     def due(self, now: float, alive: frozenset[str]) -> Due:

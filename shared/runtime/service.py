@@ -2,7 +2,7 @@
 
 start ---> ready ---> serving --SIGTERM, SIGINT or stop--> draining ---> closed
   |                      |                                    |
-  +--signal: cancelled   +--a child failed: closed, raises    +--second signal or deadline: cut off
+  +--signal: cancelled   +--a child failed: closed, raises    +--second signal or deadline: cut off, exit code 1
 
 Resources are entered into one stack while starting and left in reverse order at the end, whichever way it comes.
 """
@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, Final, Protocol, TypeVar
 
+from stagemesh.shared.obs.log import Log
 from stagemesh.shared.runtime.drain import CLOSE_GRACE_S
+from stagemesh.shared.runtime.exits import EXIT_FAILED
+from stagemesh.shared.runtime.loop import run
 from stagemesh.shared.runtime.notify import Notifier
 
 T = TypeVar("T")
@@ -39,6 +43,11 @@ class Service(Protocol):
         ...
 
     @property
+    def held(self) -> Mapping[str, int]:
+        """What is in flight; all zero when nothing is."""
+        ...
+
+    @property
     def address(self) -> str | None:
         """Where it listens, if only known after `start`; else None."""
         ...
@@ -55,10 +64,26 @@ class StopSignals:
         (self.cut_off if self.drain.is_set() else self.drain).set()
 
 
+def run_to_end(
+    service: Service,
+    *,
+    drain_timeout_s: float,
+    notifier: Notifier,
+    log: Log,
+    signals: StopSignals | None = None,
+) -> None:
+    """`run_service` in a loop of its own. Exits with 1 if something had to be cut off, and says what."""
+    cut_off = run(run_service(service, drain_timeout_s=drain_timeout_s, notifier=notifier, signals=signals))
+    if cut_off is not None:
+        fields: dict[str, Any] = dict(cut_off)
+        log.error("work was cut off", **fields)
+        sys.exit(EXIT_FAILED)
+
+
 async def run_service(
     service: Service, *, drain_timeout_s: float, notifier: Notifier, signals: StopSignals | None = None
-) -> bool:
-    """Runs `service` until it is told to stop, then drains it. True if nothing had to be cut off.
+) -> Mapping[str, int] | None:
+    """Runs `service` until it is told to stop, then drains it. What had to be cut off, or None if nothing had.
 
     Raises the ExceptionGroup of a start or a child that failed; then everything is closed already.
     """
@@ -67,22 +92,25 @@ async def run_service(
         async with AsyncExitStack() as stack:
             children = await _until(signals.drain, service.start(stack))
             if children is None:
-                return True
+                return None
             notifier.ready(service.address)
             return await _serve(service, children, signals, drain_timeout_s, notifier)
 
 
 async def _serve(
     service: Service, children: list[Child], signals: StopSignals, drain_timeout_s: float, notifier: Notifier
-) -> bool:
+) -> Mapping[str, int] | None:
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(child) for child in (*children, _keep_alive(notifier))]
         await signals.drain.wait()
         notifier.stopping(drain_timeout_s + CLOSE_GRACE_S)
         drained = await _until(signals.cut_off, _drain(service, drain_timeout_s))
+        cut_off = None if drained else {what: count for what, count in service.held.items() if count}
+        if cut_off is not None:
+            notifier.cut_off(", ".join(f"{what} {count}" for what, count in cut_off.items()) or "its own end")
         for task in tasks:
             task.cancel()
-    return drained is True
+    return cut_off
 
 
 async def _keep_alive(notifier: Notifier) -> None:

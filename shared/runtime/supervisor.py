@@ -2,7 +2,7 @@
 
 starting the bus --> starting --all ready--> serving --SIGTERM, SIGINT, SIGHUP--> stopping --> over (exit code 0)
        |                |                       |  ^
-       |                |                       |  `--a child ended: its group is started again
+       |                |                       |  `--a child ended, or it was asked for: its group is started again
        +----------------+--a child ended, or the time to start is up; a child ended too often
                                --> stopping --> over (exit code 1)
 
@@ -22,6 +22,7 @@ from typing import Final
 
 from stagemesh.shared.runtime.child import Child
 from stagemesh.shared.runtime.children import Children
+from stagemesh.shared.runtime.control import CONTROL_SOCKET, ControlSocket
 from stagemesh.shared.runtime.drain import CLOSE_GRACE_S, DrainSchedule, Stop
 from stagemesh.shared.runtime.exits import EXIT_FAILED, ExitAction, describe_exit, on_exit
 from stagemesh.shared.runtime.nats_server import (
@@ -33,11 +34,11 @@ from stagemesh.shared.runtime.nats_server import (
 from stagemesh.shared.runtime.notify_socket import NotifySocket
 from stagemesh.shared.runtime.options import UpOptions, preload
 from stagemesh.shared.runtime.plan import STOP_ORDER
-from stagemesh.shared.runtime.ready import ready_record, ready_text
+from stagemesh.shared.runtime.planned import Planned
+from stagemesh.shared.runtime.ready import ReadyFile, ready_text
 from stagemesh.shared.runtime.reporter import Reporter
 from stagemesh.shared.runtime.reports import Reports
 from stagemesh.shared.runtime.restarts import MAX_FALLS, WITHIN_S, Restarts, group_of
-from stagemesh.shared.runtime.rundir import write_atomically
 from stagemesh.shared.runtime.signals import STOP_SIGNALS, SignalPipe, watched_signals
 from stagemesh.shared.runtime.starter import Starter
 from stagemesh.shared.runtime.watch import Watch
@@ -71,9 +72,13 @@ def supervise(options: UpOptions, reporter: Reporter) -> int:
         stack.callback(watch.close)
         reports = Reports(children)
         stack.callback(reports.close)
-        if options.ready_file is not None:
-            stack.callback(options.ready_file.unlink, missing_ok=True)
-        return Supervisor(options, reporter, pipe, notify, selector, children, watch, reports).run()
+        control = ControlSocket(Path(options.config.mesh.run_dir) / CONTROL_SOCKET, selector)
+        stack.callback(control.close)
+        ready_file = ReadyFile(options.ready_file)
+        stack.callback(ready_file.remove)
+        return Supervisor(
+            options, reporter, pipe, notify, selector, children, watch, reports, control, ready_file
+        ).run()
 
 
 class Supervisor:
@@ -89,15 +94,13 @@ class Supervisor:
         children: Children,
         watch: Watch,
         reports: Reports,
+        control: ControlSocket,
+        ready_file: ReadyFile,
     ) -> None:
-        self._options = options
-        self._report = reporter
-        self._pipe = pipe
-        self._notify = notify
-        self._selector = selector
-        self._children = children
-        self._watch = watch
-        self._reports = reports
+        self._options, self._report = options, reporter
+        self._pipe, self._notify, self._selector = pipe, notify, selector
+        self._children, self._watch, self._reports = children, watch, reports
+        self._control, self._ready_file = control, ready_file
         self._starter = Starter(
             options,
             children,
@@ -111,6 +114,9 @@ class Supervisor:
         self._phase = Phase.STARTING_BUS
         self._drain: DrainSchedule | None = None
         self._restarts = Restarts()
+        self._planned = Planned(
+            control, children, self._restarts, refusal=self._refusal, stop_timeout_s=self._stop_timeout_s
+        )
         self._returning: set[str] = set()  # groups that were started again and are not ready yet
         self._deadline = time.monotonic() + options.startup_timeout_s
         self._exit_code = 0
@@ -136,13 +142,13 @@ class Supervisor:
         if self._phase is Phase.SERVING:
             now = time.monotonic()
             due = (self._restarts.deadline(now), self._watch.deadline_s(), self._starter.nats_files.deadline(now))
-            return min((at for at in due if at is not None), default=None)
+            return min((at for at in (*due, self._control.deadline_s) if at is not None), default=None)
         return self._deadline if self._phase in (Phase.STARTING_BUS, Phase.STARTING) else None
 
     @property
     def _own_fds(self) -> list[int]:
         ours = (self._pipe.read_fd, self._pipe.write_fd, self._notify.fileno())
-        return [*ours, *self._watch.fds, *self._reports.fds]
+        return [*ours, *self._watch.fds, *self._reports.fds, *self._control.fds]
 
     def _on_signals(self) -> None:
         numbers = self._pipe.receive()
@@ -150,6 +156,7 @@ class Supervisor:
             if number in STOP_SIGNALS:
                 self._on_stop_signal(number)
         if signal.SIGCHLD in numbers:
+            self._on_notifications()  # what those have said last that have ended
             for child in self._children.reap():
                 self._on_child_exit(child)
             for said in self._reports.reap():
@@ -192,12 +199,13 @@ class Supervisor:
             child.close()
         assert child.wait_status is not None
         said = f"{child.spec.name} {describe_exit(child.wait_status)}"
+        said += f" ({child.status})" if child.has_cut_off else ""
         if (epoch := self._reports.ended(child)) is not None and self._phase is Phase.SERVING:
             self._starter.report_reaped(child.spec.instance or "", epoch)
         is_stopping, is_serving = self._drain is not None, self._phase is Phase.SERVING
         match on_exit(child.wait_status, is_stopping=is_stopping, is_serving=is_serving):
             case ExitAction.RESTART if self._restarts.died(group_of(child.spec), time.monotonic()):
-                self._report.error(said)
+                (self._report.info if self._planned.ended(child, said) else self._report.error)(said)
             case ExitAction.RESTART:
                 self._fail(f"{said}: {MAX_FALLS} falls within {WITHIN_S:g} s are too many", child)
             case ExitAction.STOP_ALL:
@@ -219,6 +227,7 @@ class Supervisor:
         elif self._phase is Phase.SERVING:
             self._kill_stuck(now)
             self._restart(now)
+            self._control.look(now)
             self._starter.nats_files.look(self._children.get(NATS_SPEC.name))
         elif self._phase in (Phase.STARTING_BUS, Phase.STARTING) and now >= self._deadline:
             late = [child for child in self._children if not child.is_ready]
@@ -248,19 +257,19 @@ class Supervisor:
         for group in sorted(self._returning):
             if all(child.is_ready for child in self._children if group_of(child.spec) == group):
                 self._returning.discard(group)
-                self._write_record()
+                self._ready_file.write(self._starter.config, list(self._children))
                 self._report.info(f"{group} is back, start {self._restarts.counts[group] + 1}")
                 for instance, epoch in self._reports.epochs.items() if group == "broker" else ():
                     self._starter.report_reaped(instance, epoch)
-
-    def _write_record(self) -> None:
-        if self._options.ready_file is not None:
-            write_atomically(self._options.ready_file, ready_record(self._starter.config, list(self._children)))
+                self._planned.back(group)
 
     def _serve(self) -> None:
         self._phase = Phase.SERVING
-        self._write_record()
+        self._ready_file.write(self._starter.config, list(self._children))
         self._report.announce(ready_text(self._starter.config))
+
+    def _refusal(self) -> str:
+        return "" if self._phase is Phase.SERVING else f"the mesh is {self._phase.value}"
 
     def _fail(self, why: str, *children: Child) -> None:
         self._report.error(why)

@@ -144,10 +144,10 @@ class StageLife:
 
     # -- the end --
 
-    def leave(self) -> None:
-        """No new work: the process stops."""
+    async def leave(self) -> None:
+        """No new work: the process stops. What is sent here after that is lost, and runs on elsewhere."""
         if self.lead is not None:
-            self.lead.leave()
+            await self.lead.left()
 
     async def idle(self) -> None:
         """The head waits for what runs, then ends the ring; the end goes round it."""

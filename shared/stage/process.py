@@ -8,9 +8,8 @@ import sys
 from stagemesh.shared.config import Config
 from stagemesh.shared.errors import Rejected
 from stagemesh.shared.obs.log import choose_form, configure
-from stagemesh.shared.runtime.loop import run
 from stagemesh.shared.runtime.notify import Notifier
-from stagemesh.shared.runtime.service import StopSignals, run_service
+from stagemesh.shared.runtime.service import StopSignals, run_to_end
 from stagemesh.shared.stage.stage import StageService
 
 
@@ -29,17 +28,14 @@ def run_stage(
         raise Rejected("instance", f"{instance} is {section.role} of {section.pp_size} stages, not {role} {pp_rank}")
     log = configure(role, instance, pp_rank, form=choose_form(os.environ, sys.stderr))
     notifier = Notifier.from_environ(os.environ)
-
-    async def serve() -> None:
-        signals = StopSignals()
-        service = StageService(
-            config,
-            instance,
-            pp_rank,
-            notifier=notifier,
-            on_stop=signals.drain.set,
-            log=log,
-        )
-        await run_service(service, drain_timeout_s=config.engine.drain_timeout_s, notifier=notifier, signals=signals)
-
-    run(serve())
+    signals = StopSignals()
+    service = StageService(
+        config,
+        instance,
+        pp_rank,
+        notifier=notifier,
+        on_stop=signals.drain.set,
+        log=log,
+    )
+    drain_timeout_s = config.engine.drain_timeout_s
+    run_to_end(service, drain_timeout_s=drain_timeout_s, notifier=notifier, log=log, signals=signals)

@@ -150,7 +150,7 @@ class StageService:
     async def withdraw(self) -> None:
         await self._stop_serving()
         if self._life is not None:
-            self._life.leave()
+            await self._life.leave()
 
     async def idle(self) -> None:
         if self._life is not None and self._life.is_open:

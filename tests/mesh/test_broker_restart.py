@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,3 +64,29 @@ def test_every_request_outlives_the_broker(tmp_path: Path, model: Path, referenc
 def test_at_any_phase(tmp_path: Path, model: Path, reference: Any, seed: int) -> None:
     rng = random.Random(seed)
     run_strikes(tmp_path, model, reference, [rng.random() ** 3 * 0.5 for _ in range(3)], seed)
+
+
+STALL_S = 20.0  # heads give up a stream that is silent for 15 s
+
+
+@pytest.mark.full
+def test_a_broker_that_was_stopped_for_long_takes_nobody_for_lost(tmp_path: Path, model: Path, reference: Any) -> None:
+    async def run(mesh: RunningMesh) -> None:
+        wanted, before = prompts(COUNT, reference.config.vocab_size), mesh.pids
+        load = Load(mesh, wanted, Strike("broker", 0.02, signal.SIGSTOP))
+        async with asyncio.TaskGroup() as group:
+            answers = group.create_task(load.run())
+            await load.struck.wait()
+            await asyncio.sleep(STALL_S)  # that it lasts so long is what is tested
+            os.kill(before["broker"], signal.SIGCONT)
+        check_answers(reference, wanted, answers.result())
+        await asyncio.to_thread(mesh.until_said, "this broker has stood still")
+        check_answers(reference, wanted, await Load(mesh, wanted, Strike("broker", 2.0)).run())
+        await mesh.check_idle()
+
+    environ = {"STAGEMESH_ROUTER__BROKER_WAIT_S": "60"}
+    with mesh_of(tmp_path, model, 2, module="tests.support.patient_up", environ=environ) as mesh:
+        asyncio.run(run(mesh))
+        said = "".join(mesh.output)
+    assert "an instance is gone" not in said.partition("draining")[0]
+    assert " is back, start " not in said

@@ -66,6 +66,7 @@ def test_a_drained_instance_finishes_what_it_has_and_gets_nothing_new(tmp_path: 
         check_answers(reference, wanted, asyncio.run(ask_all(mesh, wanted)))
 
 
+@pytest.mark.full
 def test_what_is_not_through_in_time_is_said_and_runs_on(tmp_path: Path) -> None:
     async def run(mesh: RunningMesh) -> Answer:
         late: list[str] = []

@@ -58,12 +58,14 @@ def reference(model: Path) -> Any:
 
 
 @contextmanager
-def mesh_of(tmp_path: Path, model: Path, num_instances: int, *more: str) -> Iterator[RunningMesh]:
-    """Pipelines of two stages, unless `more` says otherwise."""
+def mesh_of(tmp_path: Path, model: Path, num_instances: int, *more: str, **run: Any) -> Iterator[RunningMesh]:
+    """Pipelines of two stages, unless `more` says otherwise. `run` is for `running_mesh`."""
     sizes = ["--page-size", str(PAGE), "--chunk-size", str(CHUNK), "--num-pages", "400", "--max-running", "16"]
     instances = ["--prefill-instances", str(num_instances), "--decode-instances", str(num_instances)]
     options = ["--model", str(model), "--dtype", "float64", *sizes, *instances, *more]
-    with running_mesh(tmp_path, *options, environ={"STAGEMESH_ENGINE__DRAIN_TIMEOUT_S": "5"}) as mesh:
+    environ = {"STAGEMESH_ENGINE__DRAIN_TIMEOUT_S": "5", "STAGEMESH_NATS__CONNECT_TIMEOUT_S": "1"}
+    environ |= run.pop("environ", {})
+    with running_mesh(tmp_path, *options, environ=environ, **run) as mesh:
         asyncio.run(mesh.until_instances(2 * num_instances))
         yield mesh
 

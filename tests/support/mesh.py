@@ -27,11 +27,11 @@ class Mesh:
         self.ready_file = ready_file
         self.output = ""
 
-    def read_until(self, text: str) -> None:
-        """Reads stderr up to `text`. Fails if it ends before."""
+    def read_until(self, text: str, times: int = 1) -> None:
+        """Reads stderr up to `text`, for the `times`th time. Fails if it ends before."""
         assert self.process.stderr is not None
         deadline = time.monotonic() + LIMIT_S
-        while text not in self.output:
+        while self.output.count(text) < times:
             readable, _, _ = select.select([self.process.stderr], [], [], max(0.0, deadline - time.monotonic()))
             assert readable, f"no {text!r} within {LIMIT_S} s in:\n{self.output}"
             data = os.read(self.process.stderr.fileno(), 1 << 16)

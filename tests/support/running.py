@@ -35,6 +35,7 @@ class RunningMesh:
         self._router_dial, self._peer_dial = router_dial, peer_dial
         self.output: list[str] = []
         self.record: dict[str, Any] = {}
+        self.exit_code = 0  # that `stop` wants
         self._ready_file = ready_file
         self._said = threading.Event()
         self._heard = threading.Condition()
@@ -110,19 +111,13 @@ class RunningMesh:
 
     async def until_back(self, group: str, start: int = 2) -> None:
         """Returns when an instance, the router or the bus has been started for that time, and is ready."""
-        line = f"stagemesh: {group} is back, start {start}\n"
-
-        def wait() -> bool:
-            with self._heard:
-                return self._heard.wait_for(lambda: line in self.output, START_LIMIT_S)
-
-        assert await asyncio.to_thread(wait), self.said
+        await asyncio.to_thread(self.until_said, f"stagemesh: {group} is back, start {start}\n")
         self.read_record()
 
     def until_said(self, text: str) -> str:
         """The first line with that text that it says, or has said."""
         with self._heard:
-            assert self._heard.wait_for(lambda: any(text in line for line in self.output), SETTLE_LIMIT_S), self.said
+            assert self._heard.wait_for(lambda: any(text in line for line in self.output), START_LIMIT_S), self.said
             return next(line for line in self.output if text in line)
 
     async def until_instances(self, count: int) -> None:
@@ -149,7 +144,7 @@ class RunningMesh:
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(STOP_LIMIT_S)
         self._reader.join()
-        assert code == 0, self.said
+        assert code == self.exit_code, self.said
         wait_gone(list(self.pids.values()))
 
     def kill(self) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from typing import Any
 import pytest
 
 from stagemesh.shared.errors import PeerLost, Rejected
+from stagemesh.shared.obs.log import Log
 from stagemesh.shared.runtime.drain import CLOSE_GRACE_S
 from stagemesh.shared.runtime.exits import EXIT_FAILED, EXIT_REFUSED, report_failure
 from stagemesh.shared.runtime.loop import SWITCH_INTERVAL_S, LagSampler, run
 from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.notify_socket import NotifySocket
-from stagemesh.shared.runtime.service import Child, StopSignals, run_service
+from stagemesh.shared.runtime.service import Child, StopSignals, run_service, run_to_end
 
 LIMIT_S = 30.0
 
@@ -45,6 +47,10 @@ class OneRequest:
         await self.may_start.wait()
         return [self._child()]
 
+    @property
+    def held(self) -> Mapping[str, int]:
+        return {"requests": int(not self.request_done.is_set()), "tickets": 0}
+
     async def withdraw(self) -> None:
         self.journal.append("withdrawn")
         self.withdrawn.set()
@@ -62,8 +68,8 @@ class OneRequest:
 
 def drive(
     service: OneRequest, script: Coroutine[Any, Any, None], signals: StopSignals, drain_timeout_s: float = LIMIT_S
-) -> bool:
-    async def both() -> bool:
+) -> Mapping[str, int] | None:
+    async def both() -> Mapping[str, int] | None:
         async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
             group.create_task(script)
             served = group.create_task(
@@ -83,7 +89,7 @@ def test_a_request_in_flight_finishes_before_the_service_closes() -> None:
         await service.withdrawn.wait()
         service.request_done.set()
 
-    assert drive(service, script(), signals)
+    assert drive(service, script(), signals) is None
     assert service.journal == ["withdrawn", "idle", "closed"]
 
 
@@ -94,7 +100,7 @@ def test_a_request_past_the_deadline_is_cut_off() -> None:
         await service.serving.wait()
         signals.stop()
 
-    assert not drive(service, script(), signals, drain_timeout_s=0.01)
+    assert drive(service, script(), signals, drain_timeout_s=0.01) == {"requests": 1}
     assert service.journal == ["withdrawn", "closed"]
 
 
@@ -107,7 +113,7 @@ def test_a_second_signal_cuts_the_drain_off() -> None:
         await service.withdrawn.wait()
         os.kill(os.getpid(), signal.SIGINT)
 
-    assert not drive(service, script(), signals)
+    assert drive(service, script(), signals) == {"requests": 1}
     assert service.journal == ["withdrawn", "closed"]
 
 
@@ -119,7 +125,7 @@ def test_a_signal_while_starting_undoes_the_start() -> None:
         await service.starting.wait()
         os.kill(os.getpid(), signal.SIGTERM)
 
-    assert drive(service, script(), signals)
+    assert drive(service, script(), signals) is None
     assert service.journal == ["closed"]
 
 
@@ -142,7 +148,7 @@ def test_the_supervisor_is_told_of_ready_and_stopping(tmp_path: Path) -> None:
     signals.stop()  # comes before the start is over, and waits for it: nothing in it suspends
     listener = NotifySocket(tmp_path / "notify.sock")
     notifier = Notifier(str(listener.path))
-    assert run(run_service(service, drain_timeout_s=LIMIT_S, notifier=notifier, signals=signals))
+    assert run(run_service(service, drain_timeout_s=LIMIT_S, notifier=notifier, signals=signals)) is None
     told = [received[1] for received in iter(listener.receive, None) if received]
     notifier.close()
     listener.close()
@@ -152,6 +158,22 @@ def test_the_supervisor_is_told_of_ready_and_stopping(tmp_path: Path) -> None:
         "EXTEND_TIMEOUT_USEC": str(round((LIMIT_S + CLOSE_GRACE_S) * 1e6)),
     }
     assert told == [{"READY": "1", "STATUS": "serving", "X_ADDRESS": "127.0.0.1:7"}, stopping]
+
+
+def test_what_is_cut_off_is_said_and_makes_the_exit_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    service, signals = OneRequest(), StopSignals()
+    signals.stop()
+    listener = NotifySocket(tmp_path / "notify.sock")
+    notifier, log = Notifier(str(listener.path)), Log(logging.getLogger("router"))
+    with pytest.raises(SystemExit) as ended:
+        run_to_end(service, drain_timeout_s=0.01, notifier=notifier, log=log, signals=signals)
+    assert ended.value.code == EXIT_FAILED
+    told = [received[1] for received in iter(listener.receive, None) if received]
+    notifier.close()
+    listener.close()
+    assert told[-1] == {"STATUS": "cut off: requests 1"}
+    (record,) = caplog.records
+    assert (record.getMessage(), vars(record)["fields"]) == ("work was cut off", {"requests": 1})
 
 
 def test_run_uses_uvloop_and_short_thread_switches() -> None:

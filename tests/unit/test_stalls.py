@@ -1,0 +1,157 @@
+"""A broker that was stopped and woke: heads whose streams it has lost meanwhile come back, and are not lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from stagemesh.services.broker.fences import Fences
+from stagemesh.services.broker.members import ENDED, STUCK, Members
+from stagemesh.services.broker.stalls import STALL_S, Stalls
+from stagemesh.shared.bus.events import Events
+from stagemesh.shared.codec.mesh import instance_to_pb, progress_to_pb
+from stagemesh.shared.core.identity import InstanceRef
+from stagemesh.shared.core.progress import StageProgress
+from stagemesh.shared.errors import ProtocolViolation
+from stagemesh.shared.obs.log import Log
+from stagemesh.shared.pb import broker_pb2
+from stagemesh.shared.runtime.tasks import Tasks
+from tests.support.instances import DECODE, instance_of
+
+D = instance_of("d", DECODE)
+LIMIT_S = 30.0
+
+
+def test_a_stall_is_a_look_that_comes_far_too_late() -> None:
+    stalls = Stalls(3.0, now_s=100.0)
+    assert (stalls.look(100.5), stalls.look(101.0), stalls.left_s(101.0)) == (0.0, 0.0, 0.0)
+    assert stalls.look(101.0 + STALL_S) == STALL_S
+    assert stalls.left_s(108.0) == 1.0
+    assert (stalls.look(108.0), stalls.left_s(108.0), stalls.left_s(110.0)) == (0.0, 1.0, 0.0)
+
+
+class Stream:
+    """A head's."""
+
+    def __init__(self) -> None:
+        self._reports: asyncio.Queue[broker_pb2.InstanceReport | None] = asyncio.Queue()
+        self.told = asyncio.Event()
+
+    def report(self, *, steps_done: int = 1, has_work: bool = False) -> None:
+        progress = [progress_to_pb(StageProgress(0, steps_done, has_work, 0.01))]
+        self._reports.put_nowait(broker_pb2.InstanceReport(info=instance_to_pb(D), progress=progress))
+
+    def end(self) -> None:
+        self._reports.put_nowait(None)
+
+    async def __aiter__(self) -> AsyncIterator[broker_pb2.InstanceReport]:
+        while (report := await self._reports.get()) is not None:
+            yield report
+
+    async def write(self, message: Any) -> None:
+        self.told.set()
+
+
+class Broker:
+    """Its members, on a clock of the test's."""
+
+    def __init__(self, rejoin_s: float) -> None:
+        self.now_s, self.lost = 100.0, asyncio.Queue[InstanceRef]()
+        self.tasks = Tasks()
+        self.members = Members(
+            "b",
+            self.tasks,
+            Log(logging.getLogger("broker")),
+            Fences(),
+            on_joined=lambda *_: None,
+            on_lost=self.lost.put_nowait,
+            on_router_gone=lambda _: None,
+            events=Events("m", "b"),
+            rejoin_s=rejoin_s,
+            clock=lambda: self.now_s,
+        )
+
+    def join(self, group: asyncio.TaskGroup) -> tuple[Stream, asyncio.Task[None]]:
+        stream = Stream()
+        stream.report()
+        return stream, group.create_task(self.members.join(aiter(stream), stream))
+
+
+@asynccontextmanager
+async def broker(rejoin_s: float = LIMIT_S) -> AsyncIterator[tuple[Broker, asyncio.TaskGroup]]:
+    made = Broker(rejoin_s)
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+        running = group.create_task(made.tasks.run())
+        yield made, group
+        running.cancel()
+    await made.members.heads.close()
+
+
+def test_a_head_comes_back_to_a_broker_that_has_stood_still() -> None:
+    async def main() -> None:
+        async with broker() as (made, group):
+            stream, joined = made.join(group)
+            await stream.told.wait()
+            made.now_s += 3 * STALL_S
+            stream.end()
+            await joined
+            again, _ = made.join(group)
+            await again.told.wait()
+            assert made.lost.empty()
+            assert made.members.get(D.ref) == D
+            again.end()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("away_s", "rejoin_s"), [(3 * STALL_S, 0.01), (STALL_S / 2, LIMIT_S)])
+def test_one_that_does_not_come_back_is_lost_and_so_is_one_that_ends_without_a_stall(
+    away_s: float, rejoin_s: float
+) -> None:
+    async def main() -> None:
+        async with broker(rejoin_s) as (made, group):
+            stream, _ = made.join(group)
+            await stream.told.wait()
+            made.now_s += away_s
+            stream.end()
+            assert await made.lost.get() == D.ref
+            assert made.members.lost_by_reason == {ENDED: 1}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stalls", [True, False])
+def test_a_stage_did_not_stand_still_while_the_broker_did(stalls: bool) -> None:
+    """Its reports of that time are read at once."""
+
+    async def main() -> None:
+        async with broker() as (made, group):
+            stream, joined = made.join(group)
+            stream.report(has_work=True)
+            await stream.told.wait()
+            for _ in range(1 if stalls else 3):
+                made.now_s += 3 * STALL_S if stalls else STALL_S - 1
+                stream.report(has_work=True)
+                await asyncio.sleep(0)
+            stream.end()
+            if stalls:
+                await joined
+                assert made.lost.empty()
+                again, _ = made.join(group)
+                await again.told.wait()
+                again.end()
+            else:
+                assert await made.lost.get() == D.ref
+                assert made.members.lost_by_reason == {STUCK: 1}
+
+    if stalls:
+        asyncio.run(main())
+    else:
+        with pytest.raises(ExceptionGroup) as caught:
+            asyncio.run(main())
+        assert caught.value.subgroup(ProtocolViolation) is not None
