@@ -37,24 +37,25 @@ def dump(
     from stagemesh.shared.obs.dump import dump_json, dump_text
     from stagemesh.shared.runtime.loop import run
 
-    dumps = run(_dump(router, config))
+    dumps = run(collect(router, config))
     if all(said.error for said in dumps):
         raise Retryable("; ".join(f"{said.name}: {said.error}" for said in dumps))
     print(json.dumps(dump_json(dumps)) if as_json else dump_text(dumps))
 
 
-async def _dump(router: str, config: Path | None) -> list[ProcessDump]:
+async def collect(router: str, config: Path | None, timeout_s: float = ANSWER_TIMEOUT_S) -> list[ProcessDump]:
+    """What every process says within `timeout_s`."""
     import asyncio
 
     peers = {"router": router, **_configured(config)}
     failure = ""
     try:
-        peers |= await _known_to(router)
+        peers |= await _known_to(router, timeout_s)
     except StagemeshError as error:
         failure = str(error)
     peers["router"] = router  # the address that we were given is one that we can reach
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_ask(n, a)) for n, a in peers.items() if not (failure and n == "router")]
+        tasks = [group.create_task(_ask(n, a, timeout_s)) for n, a in peers.items() if not (failure and n == "router")]
     answers = [task.result() for task in tasks]
     return answers if not failure else [_silent("router", router, failure), *answers]
 
@@ -75,18 +76,18 @@ def _configured(config: Path | None) -> Mapping[str, str]:
     return {spec.name: spec.address for spec in service_processes(load_config(config, os.environ))}
 
 
-async def _known_to(router: str) -> Mapping[str, str]:
+async def _known_to(router: str, timeout_s: float) -> Mapping[str, str]:
     from stagemesh.shared.pb import inspect_pb2
     from stagemesh.shared.rpc.access import router_dial
     from stagemesh.shared.rpc.client import Client
     from stagemesh.shared.rpc.inspect import INSPECT
 
     async with Client(router, INSPECT, wait=False, dial=router_dial(client_files())) as client:
-        reply = await client.call("Peers", inspect_pb2.PeersRequest(), timeout_s=ANSWER_TIMEOUT_S)
+        reply = await client.call("Peers", inspect_pb2.PeersRequest(), timeout_s=timeout_s)
     return {peer.name: peer.address for peer in reply.peers}
 
 
-async def _ask(name: str, address: str) -> ProcessDump:
+async def _ask(name: str, address: str, timeout_s: float) -> ProcessDump:
     from stagemesh.shared.obs.dump import ProcessDump
     from stagemesh.shared.obs.entry import decode_entries
     from stagemesh.shared.pb import inspect_pb2
@@ -97,7 +98,7 @@ async def _ask(name: str, address: str) -> ProcessDump:
     dial = (router_dial if name == "router" else peer_dial)(client_files())
     try:
         async with Client(address, INSPECT, dial=dial) as client:
-            reply = await client.call("Dump", inspect_pb2.DumpRequest(), timeout_s=ANSWER_TIMEOUT_S)
+            reply = await client.call("Dump", inspect_pb2.DumpRequest(), timeout_s=timeout_s)
         return ProcessDump(name, address, tuple(decode_entries(reply.entries)))
     except StagemeshError as error:
         return _silent(name, address, str(error))

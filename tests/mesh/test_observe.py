@@ -14,10 +14,10 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from stagemesh.shared.obs.dump import ProcessDump, dump_text
+from stagemesh.shared.cli.dump import collect
+from stagemesh.shared.obs.dump import ProcessDump, dump_json, dump_text
 from stagemesh.shared.obs.entry import Entry, decode_entries
 from stagemesh.shared.pb import inspect_pb2
 from stagemesh.shared.rpc.client import Client
@@ -34,6 +34,7 @@ pytestmark = pytest.mark.slow
 NUM_LAYERS, KV_HEADS, HEAD_DIM, FLOAT_BYTES = 8, 2, 16, 4
 CHUNK, NUM_PAGES = 32, 160
 PAGE_BYTES = NUM_LAYERS * 2 * PAGE * KV_HEADS * HEAD_DIM * FLOAT_BYTES
+STOPPED_S = 0.7
 STAGES = ("prefill-0/0", "prefill-0/1", "decode-0/0", "decode-0/1")
 
 
@@ -228,17 +229,17 @@ async def decoding(mesh: RunningMesh, count: int) -> AsyncIterator[list[asyncio.
 
 
 def test_a_stage_that_hangs_is_named_with_what_waits_for_it(mesh: RunningMesh) -> None:
-    async def run() -> tuple[dict[str, Any], list[Answer]]:
+    async def run() -> tuple[list[ProcessDump], list[Answer]]:
         async with decoding(mesh, 3) as tasks:
             requests = await entries_of(mesh, "request")
             assert {entry.name.partition("/")[0] for entry in requests} == {"d-0", "d-1", "d-2"}
             assert all(entry.on == ("decode-0",) or entry.state == "answering" for entry in requests)
             with stopped(mesh.pids["decode-0/1"]):  # for less time than it takes a neighbour to give it up
-                said = json.loads(await asyncio.to_thread(dump, mesh, "--json"))
-        return said, [task.result() for task in tasks]
+                dumps = await collect(mesh.router, None, timeout_s=STOPPED_S)
+        return dumps, [task.result() for task in tasks]
 
-    said, answers = asyncio.run(run())
-    lines = dump_text(msgspec.convert(list(said.values()), list[ProcessDump])).splitlines()
+    dumps, answers = asyncio.run(run())
+    lines, said = dump_text(dumps).splitlines(), json.loads(json.dumps(dump_json(dumps)))
     assert lines[0].startswith("decode-0/1  does not answer: ")
     assert "3 request, 3 sequence" in lines[1]
     assert said["decode-0/1"]["error"]
