@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 
 import pytest
 
+from stagemesh.shared.errors import Unreachable
 from stagemesh.shared.rpc.client import Client
 from tests.mesh.test_exact_tiny import load_reference, prompts
 from tests.mesh.test_recovery import NEW_TOKENS, check_answers, mesh_of
 from tests.mesh.test_steer import command, stagemesh
 from tests.support.client import GENERATOR, Answer, generate, token_request
-from tests.support.running import RunningMesh
+from tests.support.running import STOP_LIMIT_S, RunningMesh, running_mesh
 from tests.support.tiny_models import make_tiny
 
 pytestmark = pytest.mark.slow
@@ -85,3 +87,37 @@ def test_what_is_not_through_in_time_is_said_and_runs_on(tmp_path: Path) -> None
 
     with mesh_of(tmp_path, make_tiny(tmp_path / "model", max_context=256), 1) as mesh:
         assert len(asyncio.run(run(mesh)).token_ids) == 200
+
+
+def test_what_is_cut_off_at_the_end_is_told_and_counted_and_makes_the_exit_code(tmp_path: Path) -> None:
+    count, longest = 3, 4096
+
+    async def run(mesh: RunningMesh) -> None:
+        begun: set[int] = set()
+
+        async def ask(client: Client, at: int) -> None:
+            def took(so_far: Answer) -> bool:
+                begun.add(at)
+                if len(begun) == count:
+                    begun.add(-1)
+                    mesh.process.send_signal(signal.SIGTERM)
+                return True
+
+            request = token_request(range(4 + at, 20 + at), longest - 16, ignore_eos=True)
+            with pytest.raises(Unreachable):
+                await generate(client, request, on_response=took)
+
+        async with Client(mesh.router, GENERATOR) as client, asyncio.TaskGroup() as group:
+            for at in range(count):
+                group.create_task(ask(client, at))
+
+    model = make_tiny(tmp_path / "model", max_context=longest)
+    environ = {"STAGEMESH_ENGINE__DRAIN_TIMEOUT_S": "0.3"}
+    with running_mesh(tmp_path, "--model", str(model), environ=environ) as mesh:
+        asyncio.run(run(mesh))
+        mesh.exit_code = 1
+        mesh.process.wait(STOP_LIMIT_S)
+    said = "".join(mesh.output)
+    assert f"error: router exited with status 1 (cut off: requests {count}) while stopping" in said
+    assert f'"msg":"work was cut off","requests":{count}' in said
+    assert "Traceback" not in said
