@@ -54,14 +54,17 @@ class Service(Protocol):
 
 
 class StopSignals:
-    """Counts what asks the service to stop: the first one drains, the second cuts the drain short."""
+    """What asks the service to stop. The first signal drains, the second cuts the drain short. A service may set `drain`
+    itself, which is no signal: the one that comes then is the first."""
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
         self.cut_off = asyncio.Event()
+        self._signalled = False
 
     def stop(self) -> None:
-        (self.cut_off if self.drain.is_set() else self.drain).set()
+        (self.cut_off if self._signalled else self.drain).set()
+        self._signalled = True
 
 
 def run_to_end(

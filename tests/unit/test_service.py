@@ -104,6 +104,20 @@ def test_a_request_past_the_deadline_is_cut_off() -> None:
     assert service.journal == ["withdrawn", "closed"]
 
 
+def test_a_signal_to_one_that_drains_by_itself_cuts_nothing_off() -> None:
+    """A stage whose neighbour leaves drains, and is told to by who started it as well."""
+    service, signals = OneRequest(), StopSignals()
+
+    async def script() -> None:
+        await service.serving.wait()
+        signals.drain.set()
+        signals.stop()
+        service.request_done.set()
+
+    assert drive(service, script(), signals) is None
+    assert service.journal == ["withdrawn", "idle", "closed"]
+
+
 def test_a_second_signal_cuts_the_drain_off() -> None:
     service, signals = OneRequest(), StopSignals()
 
