@@ -54,8 +54,8 @@ class Service(Protocol):
 
 
 class StopSignals:
-    """What asks the service to stop: the first signal drains, the second cuts the drain short. A service may set `drain`
-    by itself, which is no signal: the one that comes then is the first."""
+    """What asks the service to stop: the first signal drains, the second cuts the drain short. A service may also set
+    `drain` itself, which is no signal: the one that comes then is the first."""
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
