@@ -33,7 +33,8 @@ PING_INTERVAL_S = 5
 # any number of rivals at one instance's epoch lose at most one race each a round
 MAX_RACES = 64
 _PERMISSIONS, _AUTHORIZATION = "permissions violation", "authorization violation"
-_FOREIGN = (nats.errors.Error, OSError)  # a TimeoutError is an OSError
+_FOREIGN = (nats.errors.Error, OSError, RuntimeError)
+"""A TimeoutError is an OSError; uvloop raises RuntimeError for a write to a connection that it has closed."""
 
 
 @asynccontextmanager

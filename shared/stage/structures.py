@@ -192,7 +192,7 @@ class _Worker:
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             await self._process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError):
+        except (OSError, RuntimeError):  # uvloop raises RuntimeError for a pipe that it has closed already
             self.is_gone = True
             raise Retryable("the process that compiles structures has ended") from None
 

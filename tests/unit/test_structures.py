@@ -111,6 +111,25 @@ def test_a_worker_that_is_killed_is_started_again(model: Path) -> None:
     run(model, work)
 
 
+def test_a_worker_whose_pipe_is_closed_already_is_started_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(data: bytes) -> None:  # as uvloop says it
+        raise RuntimeError("unable to perform operation on <WriteUnixTransport closed=True>; the handler is closed")
+
+    async def work(made: Structures, runner: StageRunner) -> None:
+        await made.prepare(GOOD)
+        worker = made._worker
+        assert worker is not None
+        stdin = worker._process.stdin
+        assert stdin is not None
+        monkeypatch.setattr(stdin, "write", closed)
+        with pytest.raises(Retryable, match="has ended"):
+            await made.prepare(OTHER)
+        await made.prepare(OTHER)
+        assert made._worker is not worker
+
+    run(model, work)
+
+
 def test_no_more_wait_than_may(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structures, "MAX_WAITING", 3)
 
