@@ -122,6 +122,7 @@ def test_a_worker_whose_pipe_is_closed_already_is_started_again(model: Path, mon
         stdin = worker._process.stdin
         assert stdin is not None
         monkeypatch.setattr(stdin, "write", closed)
+        os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(Retryable, match="has ended"):
             await made.prepare(OTHER)
         await made.prepare(OTHER)
