@@ -41,7 +41,7 @@ class Structures:
 
     def __init__(self, runner: StageRunner, spec: str, spawn: Callable[[Any], object], log: Log) -> None:
         self._runner, self._spec, self._spawn, self._log = runner, spec, spawn, log
-        self._worker: _Worker | None = None
+        self._worker: CompilerProcess | None = None
         self._starting, self._started = asyncio.Lock(), asyncio.Event()
         self._room = asyncio.Semaphore(MAX_COMPILING)
         self._compiling: dict[Structure, asyncio.Future[None]] = {}
@@ -87,7 +87,7 @@ class Structures:
             del self._compiling[structure]
             done.cancel()
 
-    async def _ready(self) -> tuple[Grammars, _Worker]:
+    async def _ready(self) -> tuple[Grammars, CompilerProcess]:
         async with self._starting:
             if self._runner.grammars is None:
                 if find_spec("xgrammar") is None:
@@ -95,7 +95,7 @@ class Structures:
                 self._runner.grammars = Grammars(await asyncio.to_thread(vocabulary_of, self._spec))
             grammars = self._runner.grammars
             if self._worker is None or self._worker.is_gone:
-                self._worker = await _Worker.start(grammars.vocabulary)
+                self._worker = await CompilerProcess.start(grammars.vocabulary)
                 self._started.set()
             return grammars, self._worker
 
@@ -126,7 +126,7 @@ class Structures:
             self._runner.grammars.close()
 
 
-class _Worker:
+class CompilerProcess:
     def __init__(self, process: Process) -> None:
         self._process = process
         self._answers: dict[int, asyncio.Future[tuple[bytes, int]]] = {}
@@ -134,7 +134,7 @@ class _Worker:
         self.is_gone = False
 
     @classmethod
-    async def start(cls, vocabulary: Vocabulary) -> _Worker:
+    async def start(cls, vocabulary: Vocabulary) -> CompilerProcess:
         worker = "stagemesh.shared.engine.structure_worker"
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", worker, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES

@@ -5,10 +5,23 @@ from __future__ import annotations
 from typing import Final
 
 from tests.fuzz.judge import Target
-from tests.fuzz.targets import access, configs, generate, gguf, heads, messages, model_dirs, replies, templates, wire
+from tests.fuzz.targets import (
+    access,
+    configs,
+    generate,
+    gguf,
+    heads,
+    messages,
+    model_dirs,
+    replies,
+    structured,
+    templates,
+    wire,
+)
 
 TARGETS: Final[tuple[Target, ...]] = (
     *generate.TARGETS,
+    *structured.TARGETS,
     *messages.TARGETS,
     *heads.TARGETS,
     *wire.TARGETS,
