@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -34,13 +35,9 @@ GRAMMARS: Final = (
 
 
 def text_of(rng: Random, kind: str) -> str:
-    match kind:
-        case "json_schema":
-            return json_bytes(rng, rng.choice((*SCHEMAS, *RECORDS))).decode(errors="replace")
-        case "regex":
-            seeds = REGEXES
-        case _:
-            seeds = GRAMMARS
+    if kind == "json_schema":
+        return json_bytes(rng, rng.choice((*SCHEMAS, *RECORDS))).decode(errors="replace")
+    seeds: Sequence[str] = REGEXES if kind == "regex" else GRAMMARS
     if rng.random() < 0.1:
         return junk_text(rng)
     return mutate_bytes(rng, rng.choice(seeds).encode()).decode(errors="replace")
