@@ -120,7 +120,9 @@ async def open_router(folder: Path, stack: AsyncExitStack) -> Send:
     open_tokenizer(folder / "model")
     mesh = ToyMesh()
     router = await stack.enter_async_context(toy_router(folder, folder / "model", mesh))
-    subject = SimpleNamespace(check_integrity=router.check_integrity, held={"requests": 0}, gauges={}, describe=list, measure=list)
+    subject = SimpleNamespace(
+        check_integrity=router.check_integrity, held={"requests": 0}, gauges={}, describe=list, measure=list
+    )
     server = Server({GENERATOR: router, INSPECT: InspectService(subject, Tracer("router"))})
     address = await server.start(f"unix:{folder}/router")
     stack.push_async_callback(server.stop)
