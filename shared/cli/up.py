@@ -57,7 +57,7 @@ def up(
     """
     from stagemesh.shared.cli.model_check import check_model
     from stagemesh.shared.runtime.gateway_plan import check_installed
-    from stagemesh.shared.runtime.options import UpOptions
+    from stagemesh.shared.runtime.options import Limits, UpOptions
     from stagemesh.shared.runtime.reporter import Reporter
     from stagemesh.shared.runtime.supervisor import supervise
 
@@ -94,6 +94,7 @@ def up(
             config=effective,
             ready_file=ready_file.absolute() if ready_file else None,
             startup_timeout_s=startup_timeout,
+            limits=Limits(start_s=startup_timeout),
             child_environ=_child_environ(),
         )
         code = supervise(options, Reporter(sys.stderr))

@@ -20,6 +20,7 @@ from stagemesh.shared.config.hosts import LOOPBACK
 from stagemesh.shared.errors import PeerLost
 from stagemesh.shared.obs.log import Log, choose_form, configure
 from stagemesh.shared.runtime import smg_process
+from stagemesh.shared.runtime.foreign import end_stopped
 from stagemesh.shared.runtime.gateway_plan import GatewayPlace, check_installed, gateway_arguments, gateway_place
 from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.service import Child, run_to_end
@@ -76,7 +77,7 @@ class GatewayService:
             await asyncio.sleep(POLL_S)
         self._notifier.metrics(self._place.metrics)
         self._log.info("gateway is up", address=self._place.address, metrics_address=self._place.metrics)
-        return [self._probe(process)]
+        return [self._probe(process), end_stopped(process, "the gateway")]
 
     async def withdraw(self) -> None:
         """It takes no more connections, and lets those that it has end."""

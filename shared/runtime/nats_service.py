@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from stagemesh.shared.config import Config
 from stagemesh.shared.errors import PeerLost, Rejected
 from stagemesh.shared.obs.log import choose_form, configure
+from stagemesh.shared.runtime.foreign import end_stopped
 from stagemesh.shared.runtime.nats_server import find_nats_server, says_ready
 from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.service import Child, run_to_end
@@ -91,7 +92,7 @@ class NatsService:
                 break
         else:
             raise PeerLost(f"the NATS server ended with {await process.wait()}; its log says why")
-        return [self._follow(process), self._probe(process)]
+        return [self._follow(process), self._probe(process), end_stopped(process, "the NATS server")]
 
     async def withdraw(self) -> None:
         """Clients reconnect by themselves, and the data path does without."""

@@ -12,12 +12,26 @@ from pathlib import Path
 
 from stagemesh.shared.config import Config
 from stagemesh.shared.runtime.plan import ENTRIES
+from stagemesh.shared.runtime.silence import LOST_AFTER_S
+from stagemesh.shared.runtime.starting import QUIET_S
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """A child is killed that is stopped for `stopped_s`, by when it is lost to its peers anyhow; that has shown no
+    progress for `watchdog_s`, in which it could have had a core; that before it is ready does nothing for `quiet_s`, or
+    says nothing for `start_s`, whatever it does."""
+
+    stopped_s: float = LOST_AFTER_S
+    watchdog_s: float = 8.0
+    quiet_s: float = QUIET_S
+    start_s: float = 180.0
 
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
     """`preload` are modules imported once, before forking, if they are installed. `child_environ` is added to every
-    child's environment. A child that has shown no progress for `watchdog_s` is killed.
+    child's environment. All are ready within `startup_timeout_s`, or the mesh is taken down.
     `reaped` is called, in a process of its own, with an instance and an epoch all of whose processes are reaped; empty:
     nobody needs to know."""
 
@@ -27,7 +41,7 @@ class UpOptions:
     entries: Mapping[str, str] = field(default_factory=lambda: ENTRIES)
     preload: tuple[str, ...] = ("torch",)
     child_environ: Mapping[str, str] = field(default_factory=dict)
-    watchdog_s: float = 8.0
+    limits: Limits = Limits()
     reaped: str = "stagemesh.shared.stage.reaped:run"
 
 

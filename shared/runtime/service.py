@@ -93,7 +93,7 @@ async def run_service(
     signals = signals or StopSignals()
     with _handled(signals.stop):
         async with AsyncExitStack() as stack:
-            children = await _until(signals.drain, service.start(stack))
+            children = await _until(signals.drain, service.start(stack), _keep_alive(notifier))
             if children is None:
                 return None
             notifier.ready(service.address)
@@ -117,7 +117,8 @@ async def _serve(
 
 
 async def _keep_alive(notifier: Notifier) -> None:
-    """Says that the loop runs, as often as it must be heard. Children that find that their work stands still fail."""
+    """Says that the loop runs, as often as it must be heard: also while the service starts. Children that find that
+    their work stands still fail."""
     while notifier.watchdog_timeout_s is not None:
         notifier.watchdog()
         await asyncio.sleep(notifier.watchdog_timeout_s / KEEP_ALIVES)
@@ -137,8 +138,8 @@ class _ToldToStop(Exception):
     pass
 
 
-async def _until(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None if `event` came first and `work` was cancelled.
+async def _until(event: asyncio.Event, work: Coroutine[Any, Any, T], *beside: Child) -> T | None:
+    """The result of `work`, or None if `event` came first and `work` was cancelled. `beside` run as long.
 
     `work` runs in the calling task, so a TaskGroup or a timeout that it enters into the stack is left by the task that
     entered it.
@@ -151,9 +152,10 @@ async def _until(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
     result: T | None = None
     try:
         async with asyncio.TaskGroup() as group:
-            watcher = group.create_task(watch())
+            tasks = [group.create_task(each) for each in (watch(), *beside)]
             result = await work
-            watcher.cancel()
+            for task in tasks:
+                task.cancel()
     except* _ToldToStop:
         pass
     return result

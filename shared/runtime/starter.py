@@ -92,7 +92,7 @@ class Starter:
         return lambda: run_entry(target, config, spec.instance, spec.pp_rank)
 
     def _fork(self, spec: ProcessSpec, run: Callable[[], None]) -> None:
-        watchdog = {"WATCHDOG_USEC": str(round(self._options.watchdog_s * 1e6))}
+        watchdog = {"WATCHDOG_USEC": str(round(self._options.limits.watchdog_s * 1e6))}
         environ = {**self._options.child_environ, **watchdog, "NOTIFY_SOCKET": str(self._notify_path)}
         child = self._children.fork(spec, run, environ, self._own_fds())
         assert child.output_fd is not None

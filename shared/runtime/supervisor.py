@@ -15,6 +15,7 @@ from __future__ import annotations
 import selectors
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
@@ -25,12 +26,7 @@ from stagemesh.shared.runtime.children import Children
 from stagemesh.shared.runtime.control import CONTROL_SOCKET, ControlSocket
 from stagemesh.shared.runtime.drain import CLOSE_GRACE_S, DrainSchedule, Stop
 from stagemesh.shared.runtime.exits import EXIT_FAILED, ExitAction, describe_exit, on_exit
-from stagemesh.shared.runtime.nats_server import (
-    NATS_SPEC,
-    listen_address,
-    says_ready,
-    says_refusal,
-)
+from stagemesh.shared.runtime.nats_server import NATS_SPEC, listen_address, says_ready, says_refusal
 from stagemesh.shared.runtime.notify_socket import NotifySocket
 from stagemesh.shared.runtime.options import UpOptions, preload
 from stagemesh.shared.runtime.plan import STOP_ORDER
@@ -66,9 +62,8 @@ def supervise(options: UpOptions, reporter: Reporter) -> int:
         notify = NotifySocket(Path(options.config.mesh.run_dir) / "notify.sock")
         stack.callback(notify.close)
         selector = stack.enter_context(selectors.PollSelector())  # no descriptor of its own to leak into children
-        children = Children()
-        stack.callback(children.kill_all)
-        watch = Watch(children, selector, options.watchdog_s)
+        stack.callback((children := Children()).kill_all)
+        watch = Watch(children, selector, options.limits)
         stack.callback(watch.close)
         reports = Reports(children)
         stack.callback(reports.close)
@@ -137,13 +132,17 @@ class Supervisor:
 
     @property
     def _next_deadline(self) -> float | None:
+        return min((at for at in self._deadlines(time.monotonic()) if at is not None), default=None)
+
+    def _deadlines(self, now: float) -> Iterator[float | None]:
         if self._drain is not None:
-            return self._drain.deadline
+            yield from (self._drain.deadline, self._watch.stopped_deadline_s)
+            return
+        yield self._watch.deadline_s()
         if self._phase is Phase.SERVING:
-            now = time.monotonic()
-            due = (self._restarts.deadline(now), self._watch.deadline_s(), self._starter.nats_files.deadline(now))
-            return min((at for at in (*due, self._control.deadline_s) if at is not None), default=None)
-        return self._deadline if self._phase in (Phase.STARTING_BUS, Phase.STARTING) else None
+            yield from (self._restarts.deadline(now), self._starter.nats_files.deadline(now), self._control.deadline_s)
+        else:
+            yield self._deadline
 
     @property
     def _own_fds(self) -> list[int]:
@@ -218,6 +217,7 @@ class Supervisor:
 
     def _advance(self, now: float) -> None:
         """Whatever the events so far allow."""
+        self._kill_stuck(now)
         if self._phase is Phase.STARTING_BUS and self._children.are_ready:
             self._starter.services()
             self._phase = Phase.STARTING
@@ -225,7 +225,6 @@ class Supervisor:
             if not self._starter.front():
                 self._serve()
         elif self._phase is Phase.SERVING:
-            self._kill_stuck(now)
             self._restart(now)
             self._control.look(now)
             self._starter.nats_files.look(self._children.get(NATS_SPEC.name))
@@ -240,7 +239,9 @@ class Supervisor:
                 self._phase = Phase.OVER
 
     def _kill_stuck(self, now: float) -> None:
-        for stuck in self._watch.look(now, self._restarts.falling):
+        # who has been told to end has its deadline, and gives no signs while it closes
+        look = self._watch.look if self._drain is None else self._watch.stopped
+        for stuck in look(now, self._restarts.falling):
             self._report.error(f"{stuck.name} {stuck.why}")
             self._send([(stuck.name, signal.SIGKILL)])
 

@@ -88,7 +88,8 @@ async def resurrect(mesh: RunningMesh, reference: Any, victim: str) -> None:
 def test_a_stage_that_comes_back_to_life_learns_that_its_epoch_is_lost_and_ends(
     tmp_path: Path, model: Path, reference: Any
 ) -> None:
-    with mesh_of(tmp_path, model, 2, "--prefill-pp", "1", "--decode-pp", "1") as mesh:
+    one_stage = ("--prefill-pp", "1", "--decode-pp", "1")
+    with mesh_of(tmp_path, model, 2, *one_stage, module="tests.support.patient_up") as mesh:
         asyncio.run(resurrect(mesh, reference, "prefill-0/0"))
         said = "".join(mesh.output)
     assert "prefill-0/0 exited with status 2" in said, "it ends by itself, nobody has to kill it"

@@ -42,7 +42,8 @@ STAGES = ("prefill-0/0", "prefill-0/1", "decode-0/0", "decode-0/1")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningMesh]:
     path = make_tiny(tmp_path_factory.mktemp("tiny") / "model", num_layers=NUM_LAYERS, max_context=CONTEXT)
     sizes = ["--page-size", str(PAGE), "--chunk-size", str(CHUNK), "--num-pages", str(NUM_PAGES)]
-    with running_mesh(tmp_path_factory.mktemp("observe"), "--model", str(path), *sizes) as running:
+    folder, patient = tmp_path_factory.mktemp("observe"), "tests.support.patient_up"
+    with running_mesh(folder, "--model", str(path), *sizes, module=patient) as running:
         yield running
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
 
 from stagemesh.shared.config import build_config
 from stagemesh.shared.config.local import LocalLayout, local_document
-from stagemesh.shared.runtime.options import UpOptions
+from stagemesh.shared.runtime.options import Limits, UpOptions
 from stagemesh.shared.runtime.reporter import Reporter
 from stagemesh.shared.runtime.rundir import private_run_dir
 from stagemesh.shared.runtime.supervisor import supervise
 from tests.support.fake_services import ENTRIES
 
-WATCHDOG = "STAGEMESH_FAKE_WATCHDOG_S"
+LIMITS = "STAGEMESH_FAKE_LIMITS"
+"""Limits, as JSON."""
 
 
 def main(run_dir: str, ready_file: str, timeout_s: str) -> int:
@@ -29,7 +31,7 @@ def main(run_dir: str, ready_file: str, timeout_s: str) -> int:
             entries=ENTRIES,
             preload=("numpy", "no_such"),
             reaped="tests.support.fake_services:reaped",
-            watchdog_s=float(os.environ.get(WATCHDOG, "8")),
+            limits=Limits(**json.loads(os.environ.get(LIMITS, "{}"))),
         )
         code = supervise(options, Reporter(sys.stderr))
     if "grpc" in sys.modules or "asyncio" in sys.modules:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from stagemesh.shared.config import Config
@@ -17,6 +18,7 @@ BEHAVIOUR = "STAGEMESH_FAKE_"
 
 
 OPENAI_PORT = 23456
+LONG_S, PULSE_S = 3.0, 0.1  # of a long start
 
 
 def run(config: Config, instance: str | None, pp_rank: int | None) -> None:
@@ -60,7 +62,14 @@ ENTRIES = {
 }
 
 
+def spin() -> None:
+    while True:
+        pass
+
+
 class Fake:
+    """SIGUSR1 makes it hang, SIGUSR2 spin."""
+
     def __init__(self, name: str, journal: Path, *, address: str | None) -> None:
         self._address = address
         self._name = name
@@ -70,10 +79,12 @@ class Fake:
     def run(self) -> None:
         stops = {signal.SIGTERM, signal.SIGINT}
         signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+        signal.signal(signal.SIGUSR1, lambda *_: self._hang())
+        signal.signal(signal.SIGUSR2, lambda *_: spin())
         notifier = Notifier.from_environ(os.environ)
         notifier.status("loading")
         print(f"{self._name} was started")
-        self._before_ready()
+        self._before_ready(notifier)
         if "/" in self._name:
             notifier.epoch(EPOCH)
         notifier.ready(self._address)
@@ -89,18 +100,42 @@ class Fake:
         notifier.close()
         self._note("stopped")
 
-    def _before_ready(self) -> None:
+    def _before_ready(self, notifier: Notifier) -> None:
         match self._behaviour:
             case "crash":
                 raise RuntimeError("no such luck")
             case "refuse":
                 raise Rejected("memory", "needs 2 GiB, has 1 GiB")
             case "hang":
-                signal.sigwait({signal.SIGTERM})
-                sys.exit(0)
+                self._hang()
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "wait" | "work":
+                self._take_long(notifier)
+            case "hang again" if self._start() == 2:
+                self._hang()
+            case "spin again" if self._start() == 2:
+                spin()
             case "child":
                 left_behind = subprocess.Popen(["sleep", "600"])
                 print(f"left behind: {left_behind.pid}.")
+
+    def _hang(self) -> None:
+        signal.sigwait({signal.SIGTERM})
+        sys.exit(0)
+
+    def _take_long(self, notifier: Notifier) -> None:
+        """Says that it waits, or does something without a word."""
+        end_s = time.monotonic() + LONG_S
+        while time.monotonic() < end_s:
+            if self._behaviour == "wait":
+                notifier.watchdog()
+                signal.sigtimedwait({signal.SIGTERM}, PULSE_S)
+
+    def _start(self) -> int:
+        """How often it was started, with this time."""
+        self._note("starts")
+        return self._journal.read_text().splitlines().count(f"{self._name} starts")
 
     def _note(self, what: str) -> None:
         with self._journal.open("a") as journal:

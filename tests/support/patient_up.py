@@ -7,8 +7,9 @@ import functools
 from stagemesh.shared.cli.main import main
 from stagemesh.shared.runtime import options
 
-WATCHDOG_S = 600.0
+LONG_S = 600.0
 
 if __name__ == "__main__":
-    vars(options)["UpOptions"] = functools.partial(options.UpOptions, watchdog_s=WATCHDOG_S)
+    patient = functools.partial(options.Limits, stopped_s=LONG_S, watchdog_s=LONG_S)
+    vars(options)["Limits"] = patient
     main()

@@ -43,13 +43,22 @@ def test_it_is_up_when_start_returns_and_gone_at_the_end(tmp_path: Path) -> None
     run(use())
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_server_that_hangs_or_dies_ends_the_service_and_is_gone(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "says", "interval_s"),
+    [
+        (signal.SIGSTOP, "has not greeted", 0.01),
+        (signal.SIGSTOP, "is stopped", LIMIT_S),  # long before it is asked
+        (signal.SIGKILL, "ended with", LIMIT_S),
+    ],
+)
+def test_a_server_that_hangs_or_dies_ends_the_service_and_is_gone(
+    tmp_path: Path, number: signal.Signals, says: str, interval_s: float
+) -> None:
     port = free_port()
 
     async def use() -> int:
         async with AsyncExitStack() as stack:
-            service = NatsService(place(tmp_path, port), Notifier(None), interval_s=0.01, answer_timeout_s=0.2)
+            service = NatsService(place(tmp_path, port), Notifier(None), interval_s=interval_s, answer_timeout_s=0.2)
             children = await service.start(stack)
             pid = child_of(os.getpid())
             async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
@@ -60,7 +69,7 @@ def test_a_server_that_hangs_or_dies_ends_the_service_and_is_gone(tmp_path: Path
 
     with pytest.raises(ExceptionGroup) as caught:
         run(use())
-    assert caught.group_contains(PeerLost)
+    assert caught.group_contains(PeerLost, match=says)
     assert not Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
 
 

@@ -26,8 +26,8 @@ from stagemesh.shared.runtime.control import (
 )
 from stagemesh.shared.runtime.ready import process_start, read_ready
 from stagemesh.shared.runtime.restarts import MAX_FALLS
+from tests.support.faked import kill, mesh_of
 from tests.support.mesh import LIMIT_S, Mesh, terminate
-from tests.unit.test_supervisor import kill, mesh_of
 
 
 def restart(mesh: Mesh, group: str) -> ControlReply:

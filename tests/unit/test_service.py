@@ -174,6 +174,30 @@ def test_the_supervisor_is_told_of_ready_and_stopping(tmp_path: Path) -> None:
     assert told == [{"READY": "1", "STATUS": "serving", "X_ADDRESS": "127.0.0.1:7"}, stopping]
 
 
+def test_the_supervisor_hears_that_the_loop_runs_while_the_service_starts(tmp_path: Path) -> None:
+    service, signals, beats = OneRequest(), StopSignals(), 0
+    service.may_start.clear()
+    listener = NotifySocket(tmp_path / "notify.sock")
+    notifier = Notifier(str(listener.path), watchdog_timeout_s=0.01)
+
+    async def script() -> None:
+        nonlocal beats
+        while beats < 3:
+            await asyncio.sleep(0)
+            beats += (received := listener.receive()) is not None and received[1] == {"WATCHDOG": "1"}
+        signals.stop()
+
+    async def both() -> None:
+        async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+            group.create_task(script())
+            group.create_task(run_service(service, drain_timeout_s=LIMIT_S, notifier=notifier, signals=signals))
+
+    run(both())
+    notifier.close()
+    listener.close()
+    assert service.journal == ["closed"]
+
+
 def test_what_is_cut_off_is_said_and_makes_the_exit_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     service, signals = OneRequest(), StopSignals()
     signals.stop()

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
 import tomllib
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from stagemesh.shared.config import load_config
-from tests.support.fake_mesh import WATCHDOG
-from tests.support.fake_services import BEHAVIOUR, OPENAI_PORT
-from tests.support.mesh import LIMIT_S, Mesh, started, terminate, wait_gone
-
-
-def mesh_of(
-    tmp_path: Path, timeout_s: float = LIMIT_S, behaviour: str = "", environ: Mapping[str, str] | None = None
-) -> AbstractContextManager[Mesh]:
-    """`behaviour` is `name=how`, for one of the fakes."""
-    name, _, how = behaviour.partition("=")
-    faults = {BEHAVIOUR + name: how} if name else {}
-    command = ("tests.support.fake_mesh", "{run_dir}", "{ready_file}", str(timeout_s))
-    return started(tmp_path, command, {**faults, **(environ or {})})
+from tests.support.fake_services import OPENAI_PORT
+from tests.support.faked import kill, mesh_of
+from tests.support.mesh import terminate, wait_gone
 
 
 def journal(tmp_path: Path) -> list[str]:
@@ -90,13 +76,6 @@ def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path: Path) -> None:
         wait_gone([*pids.values()])
 
 
-def kill(mesh: Mesh, name: str) -> None:
-    """The process that has that name now."""
-    processes = json.loads(mesh.ready_file.read_text())["processes"]
-    (pid,) = [process["pid"] for process in processes if process["name"] == name]
-    os.kill(pid, signal.SIGKILL)
-
-
 def test_an_instance_is_started_again_as_one_and_nobody_else_is(tmp_path: Path) -> None:
     with mesh_of(tmp_path) as mesh:
         before = mesh.pids()
@@ -150,30 +129,6 @@ def test_what_dies_too_often_takes_the_mesh_down(tmp_path: Path) -> None:
         assert mesh.wait() == 1
     assert "error: router was killed by SIGKILL: 5 falls within 60 s are too many" in mesh.output
     assert "[router] router was started" in mesh.output.partition("the last lines of router:")[2]
-
-
-@pytest.mark.parametrize("name", ["router", "nats"])
-def test_who_is_stopped_is_killed_and_started_again(tmp_path: Path, name: str) -> None:
-    with mesh_of(tmp_path, environ={WATCHDOG: "2"}) as mesh:
-        before = mesh.pids()
-        os.kill(before[name], signal.SIGSTOP)
-        mesh.read_until(f"{name} is back, start 2")
-        assert f"error: {name} has made no progress for 2 s" in mesh.output
-        assert f"error: {name} was killed by SIGKILL" in mesh.output
-        assert mesh.output.count("has made no progress") == 1
-        terminate(mesh)
-        assert mesh.wait() == 0
-        wait_gone([*before.values()])
-
-
-def test_a_stopped_member_of_an_instance_that_falls_is_not_waited_for(tmp_path: Path) -> None:
-    with mesh_of(tmp_path) as mesh:
-        os.kill(mesh.pids()["decode-0/0"], signal.SIGSTOP)
-        kill(mesh, "decode-0/1")
-        mesh.read_until("decode-0 is back, start 2")
-        assert "error: decode-0/0 is stopped" in mesh.output
-        terminate(mesh)
-        assert mesh.wait() == 0
 
 
 def test_a_stop_while_something_is_down_is_a_stop(tmp_path: Path) -> None:

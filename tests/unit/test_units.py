@@ -11,6 +11,7 @@ import pytest
 
 from stagemesh.shared.config.sections import EngineSection
 from stagemesh.shared.runtime.drain import CLOSE_GRACE_S
+from stagemesh.shared.runtime.options import Limits
 from tests.support.units import DEPLOY, SERVICES, UNITS, install, load_unit
 
 MAX_EXPOSURE = 2.5
@@ -80,7 +81,8 @@ def test_a_stop_waits_longer_than_a_drain_of_the_default_and_its_end(root: Path,
     drains = name in SERVICES[2:]
     assert unit.seconds("TimeoutStopSec") > (EngineSection().drain_timeout_s if drains else 0) + CLOSE_GRACE_S
     assert unit.value("Type") == "notify"
-    assert unit.seconds("WatchdogSec") > 0
+    assert unit.seconds("WatchdogSec") >= Limits().watchdog_s, "it counts time without a core, which `up` does not"
+    assert unit.value("WatchdogSignal") == "SIGKILL"
     assert ("LimitMEMLOCK" in unit.values) == ("@" in name)
 
 
