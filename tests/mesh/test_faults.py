@@ -134,6 +134,7 @@ def check_one(result: Result) -> None:
     assert not result.outcomes[Outcome.HANG], result.case
     if result.case.victim != "router":  # nobody else needs to hear of it
         assert result.outcomes[Outcome.EXACT] == COUNT, result.case
+    assert (result.acted_s is not None) == result.case.is_loss, result.case
     assert result.acted_s is None or result.acted_s < LOST_WITHIN_S, result.case
 
 

@@ -81,7 +81,7 @@ class Case:
 @dataclass(slots=True)
 class Result:
     """`hit` counts the requests in the phase. `acted_s` is from the blow until the router knows that a stage is lost,
-    or the heads have let go of all that a router had there."""
+    the heads have let go of all that a router had there, or a broker or bus is reaped; None where nothing is lost."""
 
     case: Case
     hit: int = 0

@@ -198,10 +198,14 @@ async def _dump(client: Client) -> list[Entry]:
     return decode_entries(reply.entries)
 
 
-async def until_acted(mesh: RunningMesh, case: Case, peers: Mapping[str, str]) -> None:
-    """The router knows that an instance is lost, or the heads that a router is: whatever it had there is given up."""
+async def until_acted(mesh: RunningMesh, case: Case, peers: Mapping[str, str], deaths: int) -> None:
+    """The router knows that an instance is lost, or the heads that a router is: whatever it had there is given up.
+    Broker and bus have been killed where they do not end by themselves, and reaped: for the `deaths`th time."""
     if case.is_stage:
         await mesh.until_instances(3)
+        return
+    if case.process != "router":
+        await asyncio.to_thread(mesh.until_said, died(case), deaths)
         return
     async with AsyncExitStack() as stack:
         heads = [name for name in peers if name.endswith("/0")]
@@ -211,20 +215,25 @@ async def until_acted(mesh: RunningMesh, case: Case, peers: Mapping[str, str]) -
                 pass
 
 
+def died(case: Case) -> str:
+    """What `up` says of a victim that it has reaped."""
+    return f"stagemesh: error: {case.process} was killed by SIGKILL\n"
+
+
 async def _requests(client: Client) -> int:
     reply = await client.call("Check", inspect_pb2.CheckRequest(), timeout_s=CALL_LIMIT_S)
     return int(reply.held["requests"])
 
 
 async def _strike_under_load(mesh: RunningMesh, result: Result, streams: Streams, peers: Mapping[str, str]) -> None:
-    case = result.case
+    case, deaths = result.case, mesh.num_said(died(result.case))
     async with asyncio.TaskGroup() as group:
         group.create_task(streams.run(f"{case.group}.{time.monotonic_ns()}"))
         streams.moved.set()
         result.hit = await strike(mesh, case, streams, peers)
         struck_s = time.monotonic()
-        if result.hit and case.is_loss and (case.is_stage or case.process == "router"):
-            await until_acted(mesh, case, peers)
+        if result.hit and case.is_loss:
+            await until_acted(mesh, case, peers, deaths + 1)
             result.acted_s = time.monotonic() - struck_s
 
 

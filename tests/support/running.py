@@ -116,11 +116,20 @@ class RunningMesh:
         await asyncio.to_thread(self.until_said, f"stagemesh: {group} is back, start {start}\n")
         self.read_record()
 
-    def until_said(self, text: str) -> str:
-        """The first line with that text that it says, or has said."""
+    def num_said(self, text: str) -> int:
+        """How many lines with that text it has said."""
         with self._heard:
-            assert self._heard.wait_for(lambda: any(text in line for line in self.output), START_LIMIT_S), self.said
-            return next(line for line in self.output if text in line)
+            return sum(text in line for line in self.output)
+
+    def until_said(self, text: str, times: int = 1) -> str:
+        """The line with that text that it says, or has said, for the `times`th time."""
+
+        def found() -> list[str]:
+            return [line for line in self.output if text in line]
+
+        with self._heard:
+            assert self._heard.wait_for(lambda: len(found()) >= times, START_LIMIT_S), self.said
+            return found()[times - 1]
 
     async def until_instances(self, count: int) -> None:
         """Returns when the router can talk to so many. Each round asks it, which takes its time: no wait of our own."""
