@@ -45,7 +45,10 @@ class Client:
                 self._old.add(self._wire)
             self._wire = self._connect(pems)
         wire = self._wire
-        call = wire.methods[method](*request, metadata=self._dial.metadata, **options)
+        try:
+            call = wire.methods[method](*request, metadata=self._dial.metadata, **options)
+        except grpc.aio.UsageError:  # a handler that outlives its service, say
+            raise PeerLost(f"{self.address}: the channel is closed") from None
         wire.num_calls += 1
         call.add_done_callback(lambda _: self._ended(wire))
         return call

@@ -18,7 +18,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from stagemesh.shared.errors import Rejected, StagemeshError
+from stagemesh.shared.errors import PeerLost, Rejected, StagemeshError
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.rpc.errors import first_of_ours, status_of, trailing_metadata_of
 from stagemesh.shared.rpc.guard import PLAIN_PORT, Callers, Gate, Listening
@@ -172,8 +172,15 @@ class Writes:
         self._write: asyncio.Future[None] | None = None
 
     async def write(self, message: Message) -> None:
+        """Raises PeerLost if nobody can read it: the client is gone, or this server is stopped."""
         self._write = asyncio.ensure_future(self._context.write(message))
-        await asyncio.shield(self._write)
+        self._write.add_done_callback(_take_failure)
+        try:
+            await asyncio.shield(self._write)
+        except grpc.aio.AbortError:
+            raise
+        except grpc.aio.BaseError as error:
+            raise PeerLost(f"the client has gone: {error}") from None
 
     def time_remaining(self) -> float | None:
         remaining_s: float | None = self._context.time_remaining()
@@ -183,6 +190,12 @@ class Writes:
         """Returns when no write is under way, or a client that reads nothing has had its time."""
         if self._write is not None:
             await asyncio.wait([self._write], timeout=WRITE_LIMIT_S)
+
+
+def _take_failure(write: asyncio.Future[None]) -> None:
+    """A write whose task was cancelled may fail when nobody waits for it any more: that is no news then."""
+    if not write.cancelled():
+        write.exception()
 
 
 async def _abort(context: Any, error: Exception, name: str) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from stagemesh.shared.errors import Exhausted, PeerLost, ProtocolViolation, Retryable
 from stagemesh.shared.pb import broker_pb2, stage_pb2
 from stagemesh.shared.rpc.broker import BROKER
 from stagemesh.shared.rpc.client import Client
-from stagemesh.shared.rpc.server import Server
+from stagemesh.shared.rpc.server import Server, Writes
 from stagemesh.shared.stage.ring import STAGE_LINK
 from tests.support.rpc_bench import LIMIT_S, FakeBroker, FakeStage, run
 
@@ -120,6 +122,64 @@ def test_a_stream_that_is_over_takes_no_more(tmp_path: Path) -> None:
             await stream.send(broker_pb2.InstanceReport())
 
     run(tmp_path, body)
+
+
+def test_a_channel_that_is_closed_is_a_peer_lost(tmp_path: Path) -> None:
+    async def body(broker: FakeBroker, client: Client, server: Server) -> None:
+        async with Client(client.address, BROKER) as other:
+            pass
+        with pytest.raises(PeerLost, match="the channel is closed"):
+            await other.call("OpenTicket", broker_pb2.OpenTicketRequest(), timeout_s=LIMIT_S)
+        with pytest.raises(PeerLost, match="the channel is closed"):
+            await anext(other.receive("Watch", broker_pb2.WatchRequest()))
+        with pytest.raises(PeerLost, match="the channel is closed"):
+            other.open("Join")
+
+    run(tmp_path, body)
+
+
+class Broken:
+    """The context of a call whose connection breaks while an answer is written."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+        self.writing, self.breaks = asyncio.Event(), asyncio.Event()
+
+    async def write(self, message: Any) -> None:
+        self.writing.set()
+        await self.breaks.wait()
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [grpc.aio.InternalError("execute_batch"), grpc.aio.UsageError("is stopped")])
+def test_an_answer_that_nobody_can_read_is_a_peer_lost(error: Exception) -> None:
+    async def body() -> None:
+        context = Broken(error)
+        context.breaks.set()
+        with pytest.raises(PeerLost, match=str(error)):
+            await Writes(context).write(broker_pb2.DirectoryUpdate())
+
+    asyncio.run(body())
+
+
+def test_a_write_that_fails_after_its_task_was_cancelled_is_no_news() -> None:
+    told: list[dict[str, Any]] = []
+
+    async def body() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, about: told.append(about))
+        context = Broken(grpc.aio.InternalError("execute_batch"))
+        writes = Writes(context)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(writes.write(broker_pb2.DirectoryUpdate()))
+            await context.writing.wait()
+            task.cancel()
+        context.breaks.set()
+        await writes.settled()
+        del writes, context
+        gc.collect()
+
+    asyncio.run(body())
+    assert told == []
 
 
 def test_a_handler_that_fails_while_it_writes_still_ends_its_call(tmp_path: Path) -> None:
