@@ -25,7 +25,7 @@ from stagemesh.shared.rpc.inspect import INSPECT
 from tests.support.client import GENERATOR, Answer, generate, token_request
 from tests.support.cut import Peer, cut, tcp_ports
 from tests.support.fault_cases import ACTIVATIONS, KV, Blow, Case, Outcome, Phase, Result
-from tests.support.reference import check_greedy
+from tests.support.reference import check_greedy_once
 from tests.support.running import RunningMesh
 
 HANG_LIMIT_S = 120.0
@@ -109,7 +109,7 @@ class Streams:
 def judge(reference: Any, prompt: Sequence[int], answer: Answer, error: Exception | None, new_tokens: int) -> Outcome:
     """`error` is what the request ended with, if it had no ending of its own."""
     try:
-        check_greedy(reference, prompt, answer.token_ids)
+        check_greedy_once(reference, tuple(prompt), tuple(answer.token_ids))
     except AssertionError:
         return Outcome.WRONG
     if isinstance(error, TimeoutError):

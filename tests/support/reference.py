@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import lru_cache
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,12 @@ def check_greedy(model: Any, prompt: Sequence[int], made: Sequence[int]) -> int:
     with torch.inference_mode():
         logits = model(ids).logits[0, len(prompt) - 1 : -1]
     return _check(logits, made, len(prompt))
+
+
+@lru_cache(maxsize=4096)
+def check_greedy_once(model: Any, prompt: tuple[int, ...], made: tuple[int, ...]) -> int:
+    """The same, for answers that come again and again: what was found right is not computed anew."""
+    return check_greedy(model, prompt, made)
 
 
 def check_greedy_family(
