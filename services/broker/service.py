@@ -242,6 +242,7 @@ class BrokerService:
             return broker_pb2.WriterReportReply(broker=self._name)
         if ref_from_pb(request.instance) != ticket.prefill:
             raise ProtocolViolation(f"ticket {ticket.ticket_id} is not written by {ref_from_pb(request.instance)}")
+        self._tracer.mark("report", ticket=ticket.ticket_id, pp_rank=request.pp_rank)
         spans = [PieceSpan(p.target_rank, p.first_page, p.last_page, tuple(p.crcs)) for p in request.pieces]
         outcome = WriterOutcome(tuple(spans), request.error, request.in_doubt)
         self._carry_out(self._tickets.report(ticket, request.pp_rank, outcome))

@@ -87,6 +87,7 @@ class DecodeHead(Head):
         if not 0 <= token_id < self._context.vocab_size:
             raise ProtocolViolation(f"a first token must be in 0..{self._context.vocab_size - 1}, got {token_id}")
         self._scheduler.first_token(request, token_id)
+        self._context.tracer.mark("first_token", request=str(request))
         self.wake()
 
     def on_abort(self, request: RequestRef) -> None:
@@ -173,6 +174,8 @@ class DecodeHead(Head):
     def pump(self) -> None:
         actions = self._scheduler.poll()
         self._issue(actions.commands)
+        for first in actions.first_steps:
+            self._context.tracer.mark("first_step", step=first.step, ticket=first.ticket_id, request=str(first.request))
         self._sessions.deliver(actions.outputs)
         for admission in actions.admissions:
             answer = self._reserving.get(admission.ticket_id)

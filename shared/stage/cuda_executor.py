@@ -118,7 +118,7 @@ class CudaStageExecutor(StageExecutor):
         launched = await thread.call(lambda: self._launch(command, step))
         self.step = None
         self._begin_kv(command)
-        self._completions.expect(launched, lambda: self._completed(step, launched))
+        self._completions.expect(launched, lambda end_ns: self._completed(step, launched, end_ns))
 
     def _rest(self) -> None:
         if not self._in_flight:
@@ -170,8 +170,8 @@ class CudaStageExecutor(StageExecutor):
         if command.step is None:
             self._begin_kv(command)
 
-    def _completed(self, step: Step, launched: Launched) -> None:
-        """On the loop: the device is through with the step."""
+    def _completed(self, step: Step, launched: Launched, end_ns: int) -> None:
+        """On the loop: the device has been through with the step since `end_ns`."""
         self._in_flight -= 1
         self.clock.end(time.monotonic())
         self.steps_done += 1
@@ -182,17 +182,18 @@ class CudaStageExecutor(StageExecutor):
         self._idle_event = launched.done
         self.launch_ns += launched.launch_ns
         self._rest()
-        now_ns = time.monotonic_ns()
+        start_ns = end_ns - round(busy_ms * 1e6)
         self._tracer.span(
             "forward",
-            now_ns - round(busy_ms * 1e6),
+            start_ns,
+            end_ns,
             step=step.number,
             microbatch=step.microbatch,
             rows=len(step.rows),
             tokens=step.num_tokens,
             launch_ns=launched.launch_ns,
         )
-        self._tracer.requests.ran(step, now_ns - round(busy_ms * 1e6))
+        self._tracer.requests.ran(step, start_ns)
         if self._kv is not None:
             for row in step.rows.tolist():
                 self._kv.progressed(row[HANDLE], self._runner.pages_of(row[HANDLE]), row[START] + row[COUNT])
@@ -240,12 +241,13 @@ class Completions:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fail: Callable[[Exception], None]) -> None:
         self._loop, self._fail = loop, fail
-        self._queue: queue.SimpleQueue[tuple[Launched, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Launched, Callable[[int], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name="completions", daemon=True)
         self._thread.start()
 
-    def expect(self, launched: Launched, then: Callable[[], None]) -> None:
-        """`then` is called on the loop, in the order of calls of this. Bounded by the head's steps outstanding."""
+    def expect(self, launched: Launched, then: Callable[[int], None]) -> None:
+        """`then` is called on the loop, with when (CLOCK_MONOTONIC, ns) the device was seen to be through, in the order
+        of calls of this. Bounded by the head's steps outstanding."""
         self._queue.put((launched, then))
 
     def close(self) -> None:
@@ -260,11 +262,11 @@ class Completions:
             except Exception as error:  # whatever the device has to say
                 self._tell(partial(self._fail, error))
                 return
-            self._tell(partial(self._call, then))
+            self._tell(partial(self._call, then, time.monotonic_ns()))
 
-    def _call(self, then: Callable[[], None]) -> None:
+    def _call(self, then: Callable[[int], None], end_ns: int) -> None:
         try:
-            then()
+            then(end_ns)
         except Exception as error:
             self._fail(error)
 

@@ -29,7 +29,7 @@ step "a stage alone" python3 tests/gpu/bench_step.py
 mesh "all GPUs shared" --prefill-gpus "$all" --decode-gpus "$all" --loads 128x1000x1000,1x1000x200,64x8000x1000,1x30000x100 \
     --trace "$scratch/traces" ENGINE__DECODE_YIELD_S=2
 step "a trace of that" python3 tests/gpu/read_trace.py "$scratch"/traces/decode-0-*.json
-step "hand-over" python3 tests/gpu/bench_handover.py --prefill-gpus "$all" --decode-gpus "$all"
+step "hand-over" python3 tests/bench/handover.py --device cuda --prefill-gpus "$all" --decode-gpus "$all"
 if [ "$count" -ge 2 ]; then
     mesh "the same without run-ahead" --prefill-gpus "$all" --decode-gpus "$all" --rounds 1 ENGINE__RUN_AHEAD=0 ENGINE__DECODE_YIELD_S=2
     mesh "a GPU each" --prefill-gpus 0 --decode-gpus 1 --rounds 1

@@ -129,12 +129,23 @@ class Admission:
     pages: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class FirstStep:
+    """The first decode step of a sequence, by number."""
+
+    request: RequestRef
+    ticket_id: str
+    step: int
+
+
 @dataclass(slots=True)
 class DecodeActions:
-    """What the head must carry out now, in this order. `cancelled` are tickets whose pages are wanted back: the broker
-    is asked whether anybody writes to them, and its answer is told to the scheduler by `unreserved` or `keep`."""
+    """What the head must carry out now, in this order. `first_steps` are among `commands`, and of interest to traces
+    only. `cancelled` are tickets whose pages are wanted back: the broker is asked whether anybody writes to them, and
+    its answer is told to the scheduler by `unreserved` or `keep`."""
 
     commands: list[Command] = field(default_factory=list)
+    first_steps: list[FirstStep] = field(default_factory=list)
     outputs: list[SequenceOutput] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)

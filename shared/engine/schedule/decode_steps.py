@@ -9,7 +9,7 @@ import numpy as np
 from stagemesh.shared.core.commands import EMPTY, FROM_STEP, SAMPLE, Command
 from stagemesh.shared.engine.pages import pages_for
 from stagemesh.shared.engine.schedule.decode_core import DecodeCore
-from stagemesh.shared.engine.schedule.decode_state import MAX_IN_FLIGHT, DecodeSequence
+from stagemesh.shared.engine.schedule.decode_state import MAX_IN_FLIGHT, DecodeSequence, FirstStep
 from stagemesh.shared.engine.schedule.pressure import AHEAD_TOKENS, demand
 
 
@@ -50,6 +50,7 @@ class DecodeSteps:
 
     def _step(self, index: int, sequences: list[DecodeSequence]) -> Command:
         issuer, stats = self._core.issuer, self._core.stats
+        number = issuer.steps_issued + 1
         rows = np.zeros((len(sequences), 6), dtype=np.int64)
         tokens: list[int] = []
         for row, sequence in zip(rows, sequences, strict=True):
@@ -59,8 +60,8 @@ class DecodeSteps:
                 tokens.append(sequence.latest)
                 if sequence.issued == 1:
                     stats.first_step_wait.record(time.monotonic() - sequence.committed_s)
+                    self._core.actions.first_steps.append(FirstStep(sequence.request, sequence.ticket_id, number))
         stats.step_rows.record(len(sequences))
-        number = issuer.steps_issued + 1
         for at, sequence in enumerate(sequences):
             sequence.source = (number, at)
             sequence.issued += 1
