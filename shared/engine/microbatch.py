@@ -1,13 +1,15 @@
 """Which sequence travels in which microbatch, and whose turn it is.
 
-Sizes never differ by more than one: a new sequence joins the smallest, and where one leaves a microbatch that becomes
-too small, another moves there from the largest. Turns go round the microbatches that
-have something to run, so that two steps of one microbatch never follow each other while another could run between.
+Sizes never differ by more than one. A new sequence joins the microbatch whose turn is next, since its first step would
+wait for any other; if that becomes too large, one that has been there longest moves on to the smallest, where its next
+step comes a turn or more later, once. Where one leaves a microbatch that becomes too small, another moves there from
+the largest. Turns go round the microbatches that have something to run, so that two steps of one microbatch never
+follow each other while another could run between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from stagemesh.shared.errors import Bug
 
@@ -29,14 +31,22 @@ class Microbatches:
     def members(self, index: int) -> tuple[int, ...]:
         return tuple(self._members[index])
 
-    def join(self, handle: int) -> int:
-        """Adds `handle` to the smallest microbatch and returns that one's index."""
+    def join(self, handle: int, keeps: Callable[[int], bool] = lambda _: False) -> int:
+        """Adds `handle` to the microbatch whose turn is next. Returns its index. If one has to move on from there, it
+        is none of those that `keeps` names (they have not had a step yet), unless there are no others.
+
+        What moves on has its latest step out before those of the microbatch that it moves to, so no step waits for it.
+        """
         if handle in self._where:
             raise Bug(f"sequence {handle} is in a microbatch already")
-        smallest = min(range(len(self._members)), key=lambda index: len(self._members[index]))
-        self._members[smallest].append(handle)
-        self._where[handle] = smallest
-        return smallest
+        joined, *others = self._in_turn()
+        members = self._members[joined]
+        smallest = min(others, key=lambda index: len(self._members[index]), default=joined)
+        if len(members) > len(self._members[smallest]):
+            self._move(min(members, key=keeps), smallest)
+        members.append(handle)
+        self._where[handle] = joined
+        return joined
 
     def leave(self, handle: int, cost: Callable[[int], int]) -> None:
         """`cost` is what it costs to move a sequence: the cheapest one moves, and of several the latest."""
@@ -51,8 +61,9 @@ class Microbatches:
         gone = self._members[count:]
         self._members = self._members[:count] + [[] for _ in range(count - len(self._members))]
         for handle in (handle for members in gone for handle in members):
-            del self._where[handle]
-            self.join(handle)
+            smallest = min(range(count), key=lambda index: len(self._members[index]))
+            self._members[smallest].append(handle)
+            self._where[handle] = smallest
         for index in range(count):
             while self._even_out(index, cost):
                 pass
@@ -63,23 +74,24 @@ class Microbatches:
         largest = max(self._members, key=len)
         if len(largest) <= len(self._members[index]) + 1:
             return False
-        mover = min(reversed(largest), key=cost)
-        largest.remove(mover)
-        self._members[index].append(mover)
-        self._where[mover] = index
+        self._move(min(reversed(largest), key=cost), index)
         return True
+
+    def _move(self, handle: int, index: int) -> None:
+        self._members[self._where[handle]].remove(handle)
+        self._members[index].append(handle)
+        self._where[handle] = index
 
     def next_turn(self, has_work: Callable[[int], bool]) -> int | None:
         """The next microbatch in turn that has something to run, or None. Does not take the turn."""
-        count = len(self._members)
-        for offset in range(1, count + 1):
-            index = (self._last_turn + offset) % count
-            if has_work(index):
-                return index
-        return None
+        return next((index for index in self._in_turn() if has_work(index)), None)
 
     def take_turn(self, index: int) -> None:
         self._last_turn = index
+
+    def _in_turn(self) -> Iterator[int]:
+        count = len(self._members)
+        return ((self._last_turn + offset) % count for offset in range(1, count + 1))
 
     def check_integrity(self) -> None:
         """Raises Bug unless every sequence is in exactly the microbatch that it is said to be in, and they are even."""

@@ -26,14 +26,22 @@ class MicrobatchMachine(RuleBasedStateMachine):
     def build(self, count: int) -> None:
         self.count, self.batches = count, Microbatches(count)
 
-    @rule(count=st.integers(1, 6))
-    def join(self, count: int) -> None:
+    @rule(count=st.integers(1, 6), kept=st.sets(st.integers(1, 30)))
+    def join(self, count: int, kept: set[int]) -> None:
+        """It has the next turn. One moves at most: on from there, to the smallest; those in `kept` only if there is
+        nobody else."""
         for _ in range(count):
             self.last_handle += 1
-            smallest = min(self.batches.sizes)
-            index = self.batches.join(self.last_handle)
-            assert self.batches.sizes[index] == smallest + 1
-            assert self.last_handle in self.batches.members(index)
+            places, smallest = {handle: self.place_of(handle) for handle in self.here}, min(self.batches.sizes)
+            index = self.batches.join(self.last_handle, lambda handle: handle in kept)
+            assert index == self.batches.next_turn(lambda _: True) == self.place_of(self.last_handle)
+            moved = [handle for handle in self.here if self.place_of(handle) != places[handle]]
+            assert len(moved) <= 1
+            for handle in moved:
+                others = [other for other in self.here if places[other] == index]
+                assert self.batches.sizes[self.place_of(handle)] == smallest + 1
+                assert handle in others
+                assert handle not in kept or kept.issuperset(others)
             self.here.append(self.last_handle)
 
     @precondition(lambda self: self.here)
@@ -111,7 +119,8 @@ def test_asking_whose_turn_it_is_does_not_take_it() -> None:
 
 def test_with_fewer_sequences_than_microbatches_there_is_one_each() -> None:
     batches = Microbatches(3)
-    assert (batches.join(7), batches.join(8)) == (0, 1)
+    assert (batches.join(7), batches.join(8)) == (0, 0)
+    assert (batches.members(0), batches.members(1)) == ((8,), (7,))
     assert batches.sizes == (1, 1, 0)
 
 
@@ -119,8 +128,22 @@ def of_six() -> Microbatches:
     """(0, 2, 4), (1, 3, 5)."""
     batches = Microbatches(2)
     for handle in range(6):
-        batches.join(handle)
+        batches.take_turn(batches.join(handle))
     return batches
+
+
+def test_who_joins_has_the_next_turn_and_who_has_been_there_longest_moves_on() -> None:
+    batches = of_six()
+    batches.take_turn(0)
+    assert (batches.join(6), batches.join(7)) == (1, 1)
+    assert (batches.members(0), batches.members(1)) == ((0, 2, 4, 1), (3, 5, 6, 7))
+
+
+def test_those_that_have_joined_in_the_same_turn_are_kept_there() -> None:
+    batches = of_six()
+    for handle in (6, 7, 8, 9):
+        batches.join(handle, lambda handle: handle >= 6)
+    assert (batches.members(0), batches.members(1)) == ((4, 6, 7, 8, 9), (1, 3, 5, 0, 2))
 
 
 def test_a_difference_of_two_is_one_too_much() -> None:

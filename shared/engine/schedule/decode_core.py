@@ -65,7 +65,7 @@ class DecodeCore:
         sequence.joined = True
         self.issuer.join(Join(sequence.handle, sequence.request, sequence.sampling, None, sequence.prompt_tokens))
         self.issuer.add_pages(sequence.handle, sequence.pages)
-        self.microbatches.join(sequence.handle)
+        self.enter(sequence)
         if end_after(sequence.sampling, sequence.first_token, 1) is not None:
             self.end(sequence, SequenceEvent.FINISH)
 
@@ -101,6 +101,10 @@ class DecodeCore:
             self.pages.quarantine(sequence.ticket_id, sequence.pages)
             sequence.pages = []
         self.forget_if_done(sequence)
+
+    def enter(self, sequence: DecodeSequence) -> None:
+        """It runs from the next step on that is issued."""
+        self.microbatches.join(sequence.handle, lambda handle: not self.sequences.of_handle(handle).in_flight)
 
     def leave(self, sequence: DecodeSequence) -> None:
         """It runs no longer."""

@@ -66,7 +66,7 @@ class DecodeMemory:
         sequence.restoring, sequence.host_pages = False, 0
         if not sequence.over:
             sequence.move(SequenceEvent.RESUME)
-            self._core.microbatches.join(sequence.handle)
+            self._core.enter(sequence)
             self._core.stats.resumed += 1
 
     # -- making room --
