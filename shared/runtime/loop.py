@@ -1,8 +1,10 @@
-"""The event loop of a service process: uvloop, short thread switches, and how late the loop runs."""
+"""The event loop of a service process: uvloop, short thread switches, nothing that stops it for long, and how late it
+runs."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import time
 from collections.abc import Coroutine
@@ -23,6 +25,14 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
+
+
+def freeze_heap() -> None:
+    """What is there now stays: no garbage collection is to look at it again. A full one stops every thread for as long
+    as there are objects, which is 0.1 s and more with torch and its like; and prompts whose pages are remembered, or
+    whatever else lives long, bring one about again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 class LagSampler:

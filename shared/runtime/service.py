@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, TypeVar
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.runtime.drain import CLOSE_GRACE_S
 from stagemesh.shared.runtime.exits import EXIT_FAILED
-from stagemesh.shared.runtime.loop import run
+from stagemesh.shared.runtime.loop import freeze_heap, run
 from stagemesh.shared.runtime.notify import Notifier
 
 T = TypeVar("T")
@@ -96,6 +96,7 @@ async def run_service(
             children = await _until(signals.drain, service.start(stack), _keep_alive(notifier))
             if children is None:
                 return None
+            freeze_heap()
             notifier.ready(service.address)
             return await _serve(service, children, signals, drain_timeout_s, notifier)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -91,6 +92,29 @@ def test_a_request_in_flight_finishes_before_the_service_closes() -> None:
 
     assert drive(service, script(), signals) is None
     assert service.journal == ["withdrawn", "idle", "closed"]
+
+
+def test_a_collection_does_not_look_at_what_a_service_was_made_of() -> None:
+    service, signals = OneRequest(), StopSignals()
+    looked_at: list[str] = []
+
+    async def script() -> None:
+        await service.serving.wait()
+        later = [service.journal]
+        seen = gc.get_objects()
+        looked_at.extend(name for name, what in (("made", service.journal), ("later", later)) if _among(what, seen))
+        service.request_done.set()
+        signals.stop()
+
+    try:
+        drive(service, script(), signals)
+    finally:
+        gc.unfreeze()
+    assert looked_at == ["later"]
+
+
+def _among(wanted: object, objects: list[Any]) -> bool:
+    return any(each is wanted for each in objects)
 
 
 def test_a_request_past_the_deadline_is_cut_off() -> None:
