@@ -1,7 +1,7 @@
 """The service's side of the sd_notify protocol: datagrams of `NAME=value` lines to $NOTIFY_SOCKET.
 
 STATUS=... -> X_METRICS=, where its metrics are -> X_EPOCH=, of a stage -> READY=1 (and X_ADDRESS=, where the service
-really listens) -> WATCHDOG=1 ... -> STOPPING=1
+really listens) -> WATCHDOG=1 ... -> X_AGAIN=, of one that ends by itself to be started again -> STOPPING=1
 
 Under systemd and under `stagemesh up` alike. Without $NOTIFY_SOCKET every call does nothing.
 """
@@ -16,6 +16,7 @@ from typing import Final
 ADDRESS: Final = "X_ADDRESS"
 METRICS: Final = "X_METRICS"
 EPOCH: Final = "X_EPOCH"
+AGAIN: Final = "X_AGAIN"
 CUT_OFF: Final = "cut off"
 PATIENCE_S: Final = 2.0
 
@@ -57,6 +58,10 @@ class Notifier:
     def status(self, text: str) -> None:
         """One line on what the service is doing, for people."""
         self._send(f"STATUS={text.replace(chr(10), ' ')}")
+
+    def again(self, why: str) -> None:
+        """The service is about to drain and end by itself, with all that are started with it: to be started again."""
+        self._send(f"{AGAIN}={why.replace(chr(10), ' ')}", patience_s=PATIENCE_S)
 
     def stopping(self, timeout_s: float | None = None) -> None:
         """The service drains now, and wants `timeout_s` for it and its end, if its supervisor had less in mind."""

@@ -1,7 +1,9 @@
-"""Restarts that an operator asks for: drained, started again, and the answer when the group is ready.
+"""Restarts that are no falls: an operator asks for one, and is answered when the group is ready, or a group itself
+wants it.
 
 asked --SIGTERM to its members--> they drain and are reaped --> started again --ready--> answered
-`--not serving, unknown, or under way already: refused
+  `--not serving, unknown, or under way already: refused
+a member says that its group ends ----------^
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from stagemesh.shared.runtime.child import Child
 from stagemesh.shared.runtime.children import Children
 from stagemesh.shared.runtime.control import Connection, ControlReply, ControlRequest, ControlSocket, GroupInfo
+from stagemesh.shared.runtime.notify import AGAIN
 from stagemesh.shared.runtime.restarts import Restarts, group_of
 
 
@@ -41,6 +44,7 @@ class Planned:
         self._control, self._children, self._restarts = control, children, restarts
         self._refusal, self._stop_timeout_s = refusal, stop_timeout_s
         self._asked: dict[str, _Asked] = {}
+        self._by_themselves: set[str] = set()
         control.on_request = self._on_request
 
     def _on_request(self, connection: Connection, request: ControlRequest) -> None:
@@ -71,19 +75,31 @@ class Planned:
             child.send(signal.SIGTERM)
         return ""
 
+    def hear(self, child: Child, lines: Mapping[str, str]) -> Iterator[str]:
+        """Takes in that a child's group ends by itself; gives what is worth telling people."""
+        why, group = lines.get(AGAIN), group_of(child.spec)
+        if why is None or self._refusal():
+            return
+        limit_s = max(self._stop_timeout_s(other) for other in self._children if group_of(other.spec) == group)
+        if self._restarts.planned(group, time.monotonic(), limit_s):
+            self._by_themselves.add(group)
+            yield f"{group} ends to be started again: {why}"
+
     def ended(self, child: Child, said: str) -> bool:
-        """True if its end was asked for and went well."""
-        asked = self._asked.get(group_of(child.spec))
-        if asked is None or child.wait_status is None:
+        """True if its end was asked for, or announced, and went well."""
+        group = group_of(child.spec)
+        asked = self._asked.get(group)
+        if (asked is None and group not in self._by_themselves) or child.wait_status is None:
             return False
         status = child.wait_status
         well = status == 0 or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM)
-        if not well:
+        if not well and asked is not None:
             asked.troubles.append(said)
         return well
 
     def back(self, group: str) -> None:
         """It has been started again and is ready."""
+        self._by_themselves.discard(group)
         asked = self._asked.pop(group, None)
         if asked is not None:
             epoch = max(child.epoch for child in self._children if group_of(child.spec) == group)

@@ -188,7 +188,7 @@ class Supervisor:
             pid, lines = received
             if (child := self._children.with_pid(pid)) is not None:
                 self._watch.take(child, lines, time.monotonic())
-                for said in child.hear(lines):
+                for said in (*child.hear(lines), *self._planned.hear(child, lines)):
                     self._report.info(said)
 
     def _on_child_exit(self, child: Child) -> None:

@@ -77,7 +77,7 @@ class Fake:
         self._behaviour = os.environ.get(BEHAVIOUR + name, "")
 
     def run(self) -> None:
-        stops = {signal.SIGTERM, signal.SIGINT}
+        stops = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
         signal.pthread_sigmask(signal.SIG_BLOCK, stops)
         signal.signal(signal.SIGUSR1, lambda *_: self._hang())
         signal.signal(signal.SIGUSR2, lambda *_: spin())
@@ -91,14 +91,19 @@ class Fake:
         assert notifier.watchdog_timeout_s is not None
         while True:
             notifier.watchdog()
-            if signal.sigtimedwait(stops, notifier.watchdog_timeout_s / 4) is None:
+            told = signal.sigtimedwait(stops, notifier.watchdog_timeout_s / 4)
+            if told is None:
                 continue
+            if told.si_signo == signal.SIGHUP:  # as if it had a reason of its own
+                notifier.again("for a reason")
             notifier.stopping()
             self._note("told to stop")
             if self._behaviour != "stay":
                 break
         notifier.close()
         self._note("stopped")
+        if self._behaviour == "cut off":
+            sys.exit(1)
 
     def _before_ready(self, notifier: Notifier) -> None:
         match self._behaviour:

@@ -23,8 +23,8 @@ def mesh_of(
     return started(tmp_path, command, {**faults, **(environ or {})})
 
 
-def kill(mesh: Mesh, name: str) -> None:
+def kill(mesh: Mesh, name: str, number: signal.Signals = signal.SIGKILL) -> None:
     """The process that has that name now."""
     processes = json.loads(mesh.ready_file.read_text())["processes"]
     (pid,) = [process["pid"] for process in processes if process["name"] == name]
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)

@@ -20,13 +20,15 @@ def test_lines_arrive_with_the_senders_pid_and_in_order(tmp_path: Path) -> None:
     notifier.status("loading\nlayer 3")
     notifier.ready("127.0.0.1:8470")
     notifier.watchdog()
+    notifier.again("a\nreason")
     notifier.stopping()
     notifier.stopping(2.5)
-    received = [listener.receive() for _ in range(6)]
+    received = [listener.receive() for _ in range(7)]
     assert received == [
         (os.getpid(), {"STATUS": "loading layer 3"}),
         (os.getpid(), {"READY": "1", "STATUS": "serving", "X_ADDRESS": "127.0.0.1:8470"}),
         (os.getpid(), {"WATCHDOG": "1"}),
+        (os.getpid(), {"X_AGAIN": "a reason"}),
         (os.getpid(), {"STOPPING": "1", "STATUS": "draining"}),
         (os.getpid(), {"STOPPING": "1", "STATUS": "draining", "EXTEND_TIMEOUT_USEC": "2500000"}),
         None,

@@ -66,6 +66,27 @@ def test_who_does_not_drain_in_time_is_killed_and_said(tmp_path: Path) -> None:
         assert restart(mesh, "decode-0").troubles == ("decode-0/0 was killed by SIGKILL",)
 
 
+@pytest.mark.parametrize("behaviour", ["", "prefill-0/0=cut off"])
+def test_a_group_that_ends_by_itself_to_be_started_again_has_not_fallen(tmp_path: Path, behaviour: str) -> None:
+    with mesh_of(tmp_path, behaviour=behaviour) as mesh:
+        before = mesh.pids()
+        for start in range(2, MAX_FALLS + 3):
+            for name in ("prefill-0/0", "prefill-0/1"):
+                kill(mesh, name, signal.SIGHUP)
+            mesh.read_until(f"prefill-0 is back, start {start}")
+        changed = {name for name, pid in mesh.pids().items() if before[name] != pid}
+        assert changed == {"prefill-0/0", "prefill-0/1"}
+        kill(mesh, "prefill-0/1")
+        mesh.read_until(f"prefill-0 is back, start {MAX_FALLS + 3}")
+        terminate(mesh)
+        assert mesh.wait() == (1 if behaviour else 0)
+    assert mesh.output.count("stagemesh: prefill-0 ends to be started again: for a reason\n") == MAX_FALLS + 1
+    assert mesh.output.count("stagemesh: prefill-0/1 exited with status 0\n") == MAX_FALLS + 1
+    assert mesh.output.count("stagemesh: error: prefill-0/1") == 1, "what is not announced is a fall"
+    cut_off = mesh.output.count("stagemesh: error: prefill-0/0 exited with status 1")
+    assert cut_off >= (MAX_FALLS + 1 if behaviour else 0)
+
+
 def test_what_cannot_be_restarted_is_refused_by_name(tmp_path: Path) -> None:
     with mesh_of(tmp_path, behaviour="prefill-0/0=hang") as mesh:
         mesh.read_until("router is ready")
