@@ -97,7 +97,14 @@ ROWS: Final[list[tuple[str, list[Panel]]]] = [
         [
             ("KV arrived", "Bps", [(rate("kv_bytes_total", STAGE), AT_STAGE)]),
             ("Writes by how they ended", "ops", [(rate("kv_writes_total", "state"), "{{state}}")]),
-            ("Writes in doubt", "short", [(f"sum by ({STAGE}) ({M}kv_in_doubt_total)", AT_STAGE)]),
+            (
+                "Writes in doubt, and restarts for them",
+                "short",
+                [
+                    (f"sum by ({STAGE}) ({M}kv_in_doubt_total)", AT_STAGE),
+                    (f"sum by (reason) ({M}instances_renewed_total)", "restarts, {{reason}}"),
+                ],
+            ),
             ("Tickets by state", "short", [(f"sum by (state) ({M}tickets)", "{{state}}")]),
             ("Tickets closed", "ops", [(rate("tickets_closed_total", "outcome"), "{{outcome}}")]),
             ("Placement and ticket of a request", "s", quantiles("ticket_seconds")),

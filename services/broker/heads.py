@@ -93,6 +93,11 @@ class Heads:
         request = instance_pb2.ReadOutRequest(epoch=ref.epoch)
         await self._client(ref).call("ReadOut", request, timeout_s=CALL_TIMEOUT_S)
 
+    async def renew(self, ref: InstanceRef, reason: str) -> None:
+        """`ref` is to drain and end; whoever started it starts it again."""
+        request = instance_pb2.RenewRequest(epoch=ref.epoch, reason=reason)
+        await self._client(ref).call("Renew", request, timeout_s=CALL_TIMEOUT_S)
+
     async def ask(self, ref: InstanceRef, method: str, message: Message, timeout_s: float) -> Any:
         """What an operator wants of a head."""
         return await self._client(ref).call(method, message, timeout_s=timeout_s)

@@ -162,7 +162,7 @@ class Members:
             self._log.info("an instance has joined", instance_name=info.ref.name, instance_epoch=info.ref.epoch)
             details = {"role": info.role.value, "address": info.address, "pp_size": len(info.stages)}
             self._events.say(EventKind.JOINED, info.ref.name, epoch=info.ref.epoch, **details)
-            self._reports[info.ref] = Reported(now_s := self._clock(), now_s)
+            self._reports[info.ref] = Reported(now_s := self._clock(), now_s, now_s)
         self._watchers.tell(change)
         for replaced in change.removed:
             self._lose(replaced)

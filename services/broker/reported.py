@@ -31,6 +31,7 @@ class Reported:
 
     joined_s: float
     last_s: float
+    worked_s: float  # when it had something to do, last
     state: Condition = Condition.SERVING
     progress: tuple[StageProgress, ...] = ()
     retractions: int = 0
@@ -39,6 +40,7 @@ class Reported:
         """The events that follow."""
         first, before, known = self.last_s == self.joined_s, self.state, self.retractions
         self.last_s, self.state = now_s, _state(report)
+        self.worked_s = now_s if report.has_work else self.worked_s
         self.progress = tuple(map(progress_from_pb, report.progress))
         self.retractions = report.info.load.retractions
         if self.retractions > known and not first:

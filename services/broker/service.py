@@ -17,6 +17,7 @@ from stagemesh.services.broker.fences import Fences
 from stagemesh.services.broker.members import REAPED, Members
 from stagemesh.services.broker.proofs import Proofs
 from stagemesh.services.broker.recovery import Recovery
+from stagemesh.services.broker.renewing import Renewing
 from stagemesh.services.broker.routers import Routers
 from stagemesh.services.broker.serving import BusLife
 from stagemesh.services.broker.tickets import (
@@ -101,6 +102,15 @@ class BrokerService:
             spawn=self._tasks.spawn,
             log=log,
         )
+        self._renewing = Renewing(
+            config,
+            self._members,
+            self._tickets,
+            self._fences,
+            events=self._events,
+            spawn=self._tasks.spawn,
+            log=log,
+        )
         self._bus = BusLife(config, self._events, self._access.material, log)
         self._admin = Admin(config, self._name, self._members, self._routers, self._tickets, self._events, self._bus)
         self._reserving: dict[str, float] = {}  # ticket -> since when its pages are being asked for
@@ -124,7 +134,7 @@ class BrokerService:
         self._tasks.spawn(self._recovery.run())
         self._log.info("broker is up", address=self._address)
         self._events.say(EventKind.UP, SELF, address=self._address)
-        watching = [self._lag.run(), self._monitor.run(), self._members.look()]
+        watching = [self._lag.run(), self._monitor.run(), self._members.look(), self._renewing.run()]
         return [self._tasks.run(), *watching, self._bus.serve(self._admin)]
 
     async def withdraw(self) -> None:
@@ -194,6 +204,7 @@ class BrokerService:
         limit = decode.manifest.num_pages * decode.manifest.page_size
         if not 1 <= request.prompt_tokens <= limit:
             raise Rejected("prompt_tokens", f"must be 1..{limit} ({decode.ref}'s pages), got {request.prompt_tokens}")
+        self._renewing.used(prefill.ref.name)
         ref = RequestRef(request.request_id, request.attempt)
         ticket = self._tickets.open(ref, prefill, decode, request.prompt_tokens, request.max_tokens, request.router)
         return broker_pb2.OpenTicketReply(ticket_id=ticket.ticket_id)
@@ -341,6 +352,7 @@ class BrokerService:
         yield from by_label(metrics.INSTANCES, self._members.by_role)
         yield from by_label(metrics.INSTANCES_LOST, self._members.lost_by_reason)
         yield Sample(metrics.TICKETS_PROVEN, self._proofs.num_proven)
+        yield from self._renewing.measure()
         yield Sample(metrics.WATCHERS, self._members.num_watchers)
         yield Sample(metrics.RESERVE_WAIT, self._reserve_wait.snapshot())
         yield from self._bus.measure()

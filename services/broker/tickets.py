@@ -113,6 +113,11 @@ class Ticket:
         """Every writer has said that it has nothing in flight."""
         return not self.writers_open
 
+    @property
+    def in_doubt(self) -> bool:
+        """A writer does not know whether bytes of it may still arrive."""
+        return any(outcome.in_doubt for outcome in self.outcomes.values())
+
     def missing(self) -> str:
         """The first leg with a page that no writer has reported, or an empty string."""
         for leg in self.legs:

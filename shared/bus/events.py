@@ -35,6 +35,7 @@ class EventKind(Enum):
     ROLE_SWITCHED = "role_switched"
     RETRACTED = "retracted"
     TICKET_FAILED = "ticket_failed"
+    RENEWING = "renewing"  # an instance is told to end and be started again: only that frees pages that it has in doubt
     CHANGED = "changed"  # by an operator: a setting, a cache, a request
 
 

@@ -48,10 +48,15 @@ class NatsSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 class BrokerSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`listen` is `unix:/path` or `host:port`. One that has just started waits up to `rejoin_s` for instances of the
-    deployment: a ticket whose other side has not come back by then fails."""
+    deployment: a ticket whose other side has not come back by then fails.
+
+    A prefill instance with a write in doubt is started again, which alone frees the pages at the other end: at once if
+    another of its role serves, else once it is idle, or its pages in doubt are more than `max_doubtful_share` of a
+    decode instance's."""
 
     listen: str
     rejoin_s: Seconds = 5.0
+    max_doubtful_share: Annotated[float, Meta(ge=0, le=1)] = 0.1  # 1: the only one is never ended while it is busy
 
 
 class RouterSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -111,6 +111,13 @@ TICKETS = Metric(_G, "tickets", "KV transfers that are not closed, by state.", _
 TICKETS_CLOSED = Metric(_C, "tickets_closed", "KV transfers that are over, by how.", _M, ("outcome",))
 INSTANCES = Metric(_G, "instances", "Instances in the directory.", _M, ("role",))
 INSTANCES_LOST = Metric(_C, "instances_lost", "Instances that have gone, by how the broker knew.", _M, ("reason",))
+INSTANCES_RENEWED = Metric(
+    _C,
+    "instances_renewed",
+    "Instances told to end and be started again, to free pages that their writes in doubt held, by why they could go.",
+    _M,
+    ("reason",),
+)
 TICKETS_PROVEN = Metric(
     _C, "tickets_proven", "Failed KV transfers proven over by the reaped exit of their writers, and a read-out.", _M
 )

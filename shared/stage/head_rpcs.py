@@ -16,15 +16,16 @@ from stagemesh.shared.stage.structures import Structures
 
 class HeadRpcs:
     """`lead` raises Retryable on a stage that hosts no head, or not yet; `structures` are there on the last one.
-    `switch` begins anew in another role."""
+    `switch` begins anew in another role, `renew` ends the processes to be started again."""
 
     def __init__(
         self,
         lead: Callable[[], Lead],
         structures: Callable[[], Structures | None],
         switch: Callable[[str, float], Awaitable[int]],
+        renew: Callable[[int, str], None],
     ) -> None:
-        self._lead, self._structures, self._switch = lead, structures, switch
+        self._lead, self._structures, self._switch, self._renew = lead, structures, switch, renew
 
     def _head(self) -> Head:
         return self._lead().head
@@ -74,6 +75,10 @@ class HeadRpcs:
         self, request: instance_pb2.SwitchRoleRequest, context: Any
     ) -> instance_pb2.SwitchRoleReply:
         return instance_pb2.SwitchRoleReply(epoch=await self._switch(request.role, request.drain_timeout_s))
+
+    async def Renew(self, request: instance_pb2.RenewRequest, context: Any) -> instance_pb2.RenewReply:  # noqa: N802
+        self._renew(request.epoch, request.reason)
+        return instance_pb2.RenewReply()
 
     async def SetLogLevel(  # noqa: N802
         self, request: instance_pb2.SetLogLevelRequest, context: Any

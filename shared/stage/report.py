@@ -48,7 +48,9 @@ class WriterReports:
             in_doubt=outcome.in_doubt,
         )
         if outcome.error and outcome.error != "cancelled":
-            self._log.warning("KV was not sent", ticket_id=outcome.ticket_id, error=outcome.error)
+            self._log.warning(
+                "KV was not sent", ticket_id=outcome.ticket_id, error=outcome.error, in_doubt=outcome.in_doubt
+            )
         broker = ""
         try:
             broker = await retry(lambda: self._broker.report_writer(report))

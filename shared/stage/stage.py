@@ -16,7 +16,7 @@ from typing import Any, Final
 from stagemesh.shared.config import Config
 from stagemesh.shared.config.hosts import listen_address, mesh_hosts, stage_transfer
 from stagemesh.shared.core.directory import Role, StageInfo
-from stagemesh.shared.errors import Exhausted, PeerLost, Rejected, Retryable, StagemeshError
+from stagemesh.shared.errors import Exhausted, PeerLost, ProtocolViolation, Rejected, Retryable, StagemeshError
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.obs.metrics import Identity, Sample
@@ -111,7 +111,7 @@ class StageService:
         stack.push_async_callback(self._close_life)
         life = self._begin(role, StageLife(self._base, role, made, limits, self._parts))
         inspect = InspectService(self, self._tracer, metrics_address=self._monitor.address, profile=self._profile)
-        rpcs = HeadRpcs(self._up, self._structures, self._switch)
+        rpcs = HeadRpcs(self._up, self._structures, self._switch, self._renew)
         server = Server({STAGE_LINK: self, INSTANCE: rpcs, INSPECT: inspect}, self._access.listening)
         await server.start(listen_address(self._config, self._base.own.address))
         stack.push_async_callback(server.stop)
@@ -211,6 +211,19 @@ class StageService:
             following.set_exception(error)
         finally:
             self._next = None
+
+    def _renew(self, epoch: int, reason: str) -> None:
+        """Rank 0: drains and ends the processes of the instance, to be started again by whoever starts them. Raises
+        Retryable while its role is switched, ProtocolViolation for an epoch that is over."""
+        self._up()
+        assert self._life is not None
+        if self._next is not None:
+            raise Retryable(f"{self._instance.name} is being switched")
+        if epoch != self._life.epoch:
+            raise ProtocolViolation(f"epoch {epoch} is meant, this is {self._life.epoch}")
+        self._log.warning("the instance ends to be started again", epoch=epoch, reason=reason)
+        self._notifier.again(reason)
+        self._on_stop()
 
     # -- rpcs --
 

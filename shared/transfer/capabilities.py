@@ -80,6 +80,12 @@ def choose_protocol(section: TransferSection, device: str, *, one_host: bool = T
     return section.protocol
 
 
+def reap_is_proof(section: TransferSection, device: str, *, one_host: bool = True) -> bool:
+    """Whether targets can tell that nothing more arrives of a process that has been reaped: not what a card writes.
+    Raises Rejected as `choose_protocol` does."""
+    return choose_protocol(section, device, one_host=one_host) != "rdma"
+
+
 def is_loopback(host: str) -> bool:
     return host == "localhost" or host.startswith("127.")
 

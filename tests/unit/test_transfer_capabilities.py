@@ -18,6 +18,7 @@ from stagemesh.shared.transfer.capabilities import (
     SMALL_BATCH_BYTES,
     Capabilities,
     choose_protocol,
+    reap_is_proof,
     table,
 )
 
@@ -32,6 +33,7 @@ HERE, ELSEWHERE = "127.0.0.1", "192.0.2.1"
 def test_over_several_hosts_nothing_stays_in_one(backend: Any, device: str, protocol: str) -> None:
     section = TransferSection(backend=backend, host=ELSEWHERE)
     assert choose_protocol(section, device, one_host=False) == protocol
+    assert reap_is_proof(section, device, one_host=False) is (protocol != "rdma")
 
 
 @pytest.mark.parametrize(
