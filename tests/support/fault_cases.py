@@ -81,13 +81,15 @@ class Case:
 @dataclass(slots=True)
 class Result:
     """`hit` counts the requests in the phase. `acted_s` is from the blow until the router knows that a stage is lost,
-    the heads have let go of all that a router had there, or a broker or bus is reaped; None where nothing is lost."""
+    the heads have let go of all that a router had there, or a broker or bus is reaped; None where nothing is lost.
+    `renewed`: it left a write in doubt, and the instance was started again for that."""
 
     case: Case
     hit: int = 0
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     acted_s: float | None = None
+    renewed: bool = False
     took_s: float = 0.0
 
     def row(self) -> str:
