@@ -39,7 +39,7 @@ NOTICED_WITHIN_S = 3.0
 
 def open_here(kind: str) -> Endpoint:
     backend, _, protocol = kind.partition(" ")
-    section = TransferSection(backend=backend, protocol=protocol)  # type: ignore[arg-type]
+    section = TransferSection(backend=backend, protocol=protocol, host="127.0.0.1")  # type: ignore[arg-type]
     return open_endpoint(section, "cuda", configure("check", level=logging.ERROR))
 
 
