@@ -286,6 +286,6 @@ async def run_case(
     await mesh.check_idle()
     mesh.read_record()
     changed = {name.partition("/")[0] for name, pid in mesh.pids.items() if pid != before[name]}
-    assert changed == restarted, f"{case}: {changed} were started again"
+    assert changed == restarted, f"{case}: {changed} were started again\n{mesh.said}"
     result.took_s = time.monotonic() - began_s
     return result
