@@ -76,7 +76,7 @@ def nats(
         passwords = {role: read_password(directory / role) for role in ROLES}
         write_atomically(directory / "passwords.conf", render_passwords(passwords))
     except OSError as error:
-        raise Rejected("directory", f"cannot write into {directory}: {error.strerror}") from error
+        raise Rejected("directory", f"cannot use {directory}: {error.strerror}") from error
     print(f"{directory}: {', '.join(ROLES)}")
 
 
@@ -93,7 +93,4 @@ def _write(file: Path, lines: list[str]) -> None:
 
     text = "".join(f"{line}\n" for line in lines)
     parse_keys(text)
-    try:
-        write_atomically(file, text)
-    except OSError as error:
-        raise Rejected("--file", f"cannot write {file}: {error.strerror}") from error
+    write_atomically(file, text)

@@ -32,14 +32,16 @@ class NatsFiles:
         return lambda: run_nats_server(binary, store, self._config.mesh.name, port, file)
 
     def write(self) -> Path | None:
-        """In the run dir, for this user only: it has the passwords. Raises Rejected if one cannot be read."""
+        """In the run dir, for this user only: it has the passwords. Raises Rejected if one cannot be read, Retryable if
+        the file cannot be written."""
         tls, folder = self._config.tls, self._config.nats.credentials_dir
         blocks = [_tls_block(tls)] if tls.is_on else []
         if folder:
             blocks.append(render_roles({role: read_password(Path(folder) / role) for role in ROLES}))
         path = Path(self._config.mesh.run_dir) / "nats.conf"
-        if blocks:
-            write_atomically(path, "\n".join(blocks))
+        text = "\n".join(blocks)
+        if blocks and not (path.exists() and path.read_text() == text):  # a server comes back on a full disk, too
+            write_atomically(path, text)
         return path if blocks else None
 
     def url(self, address: str) -> str:

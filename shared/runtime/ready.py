@@ -7,17 +7,22 @@ live.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 import msgspec
 from msgspec import Struct
 
 from stagemesh.shared.config import Config
 from stagemesh.shared.config.hosts import LOOPBACK
-from stagemesh.shared.errors import Rejected
+from stagemesh.shared.errors import Rejected, Retryable
 from stagemesh.shared.runtime.child import Child
 from stagemesh.shared.runtime.rundir import write_atomically
+
+AGAIN_S: Final = 1.0
+"""Between tries to write it."""
 
 
 class ReadyRecord(Struct, frozen=True):
@@ -61,33 +66,64 @@ def _read(path: Path) -> ReadyRecord:
         raise Rejected("ready_file", f"{path} is no ready file of this version: {error}") from None
 
 
-def _read_any(path: Path) -> ReadyRecord | None:
-    """None if it is none of ours: an empty file, perhaps, that was made to be written over."""
-    try:
-        return _read(path)
-    except Rejected:
-        return None
-
-
 class ReadyFile:
-    """There while the mesh serves. `path` is None where nobody wants one."""
+    """There while the mesh serves. `path` is None where nobody wants one; `report` is told what goes wrong with it."""
 
-    def __init__(self, path: Path | None) -> None:
-        """Removes what another supervisor has left. Raises Rejected if that one runs."""
-        self._path = path
-        if path is not None and path.exists():
-            record = _read_any(path)
-            if record is not None and record.is_live:
-                raise Rejected("ready_file", f"{path} is in use by another stagemesh (pid {record.pid})")
-            path.unlink()
+    def __init__(self, path: Path | None, report: Callable[[str], None]) -> None:
+        """Removes what another supervisor has left. Raises Rejected if that one runs, if something else is there, or if
+        nothing can be written there."""
+        self._path, self._report = path, report
+        self._unwritten: str | None = None
+        self.deadline_s: float | None = None
+        """When `look` tries again what could not be written."""
+        if path is not None:
+            _make_way(path)
 
     def write(self, config: Config, children: Sequence[Child]) -> None:
+        """The first time. Raises Retryable: who waits for it would wait in vain."""
         if self._path is not None:
             write_atomically(self._path, ready_record(config, children))
 
+    def renew(self, config: Config, children: Sequence[Child], now_s: float) -> None:
+        """A mesh that serves does not end because its file cannot be written: it has the last record until it can."""
+        self._unwritten = ready_record(config, children)
+        self._try(now_s)
+
+    def look(self, now_s: float) -> None:
+        if self.deadline_s is not None and now_s >= self.deadline_s:
+            self._try(now_s)
+
     def remove(self) -> None:
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
+            with suppress(OSError):  # it names a process that is gone
+                self._path.unlink(missing_ok=True)
+
+    def _try(self, now_s: float) -> None:
+        assert self._unwritten is not None
+        try:
+            if self._path is not None:
+                write_atomically(self._path, self._unwritten)
+        except Retryable as error:
+            if self.deadline_s is None:
+                self._report(f"ready_file: {error}; until it can be, it has addresses and pids of before")
+            self.deadline_s = now_s + AGAIN_S
+        else:
+            self._unwritten = self.deadline_s = None
+
+
+def _make_way(path: Path) -> None:
+    """Nothing is at `path`, and something can be. Raises Rejected."""
+    try:
+        if path.exists() and not path.is_file():
+            raise Rejected("ready_file", f"{path} is no plain file")
+        if path.exists() and path.stat().st_size:  # an empty one was made to be written over
+            record = _read(path)
+            if record.is_live:
+                raise Rejected("ready_file", f"{path} is in use by another stagemesh (pid {record.pid})")
+        write_atomically(path, "")
+        path.unlink()
+    except (OSError, Retryable) as error:
+        raise Rejected("ready_file", str(error)) from None
 
 
 def ready_record(config: Config, children: Sequence[Child]) -> str:

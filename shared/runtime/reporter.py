@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TextIO
+from collections.abc import Iterable, Sequence
+from typing import Final, TextIO
 
 DIM, BOLD, RED, PLAIN = "\x1b[2m", "\x1b[1m", "\x1b[31m", "\x1b[0m"
+
+TAIL_SHOWN: Final = 20
 
 
 class Reporter:
@@ -28,6 +30,11 @@ class Reporter:
         """Lines that the process `name` wrote."""
         for line in lines:
             self._write(f"[{name}] {line}", DIM)
+
+    def tail(self, name: str, lines: Sequence[str]) -> None:
+        """The last of what a process wrote that has failed."""
+        self.error(f"the last lines of {name}:" if lines else f"{name} wrote nothing")
+        self.output(name, lines[-TAIL_SHOWN:])
 
     def _write(self, line: str, style: str) -> None:
         try:

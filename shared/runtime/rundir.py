@@ -7,19 +7,20 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from stagemesh.shared.errors import Rejected
+from stagemesh.shared.errors import Rejected, Retryable
 
 
 @contextmanager
 def private_run_dir(wanted: Path | None) -> Iterator[Path]:
-    """An absolute directory of mode 0700. Raises Rejected if `wanted` is another user's or in use."""
+    """An absolute directory of mode 0700. Raises Rejected if `wanted` is another user's, in use or cannot be made."""
     if wanted is None:
-        path = Path(tempfile.mkdtemp(prefix="stagemesh-"))
+        path = _temporary()
         try:
-            yield path
+            with _locked(path):  # its name is told to the user, who may give it to a second one
+                yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
         return
@@ -35,10 +36,21 @@ def private_run_dir(wanted: Path | None) -> Iterator[Path]:
         yield path
 
 
+def _temporary() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="stagemesh-"))
+    except OSError as error:
+        raise Rejected("run_dir", f"cannot make a temporary one: {error.strerror}") from error
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     # a record lock goes with the process that took it: none is stale, and forked children do not have it
-    with (path / "lock").open("w") as lock:
+    try:
+        lock = (path / "lock").open("w")
+    except OSError as error:
+        raise Rejected("run_dir", f"cannot use {path}: {error.strerror}") from error
+    with lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -47,8 +59,14 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old file or the whole new one. Mode 0600."""
+    """A reader sees the old file or the whole new one. Mode 0600. Raises Retryable if it cannot be written: on a full
+    disk, say. Then there is what was there before, and no draft."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.chmod(0o600)
-    draft.replace(path)
+    try:
+        draft.touch(mode=0o600)
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise Retryable(f"{path} cannot be written: {error.strerror}") from error

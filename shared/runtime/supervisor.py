@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
-from typing import Final
 
+from stagemesh.shared.errors import Retryable
 from stagemesh.shared.runtime.child import Child
 from stagemesh.shared.runtime.children import Children
 from stagemesh.shared.runtime.control import CONTROL_SOCKET, ControlSocket
@@ -38,10 +38,6 @@ from stagemesh.shared.runtime.restarts import MAX_FALLS, WITHIN_S, Restarts, gro
 from stagemesh.shared.runtime.signals import STOP_SIGNALS, SignalPipe, watched_signals
 from stagemesh.shared.runtime.starter import Starter
 from stagemesh.shared.runtime.watch import Watch
-
-STOP_GRACE_S: Final = CLOSE_GRACE_S
-"""Beyond the drain timeout that a service keeps by itself; also all that one gets which is not ready yet."""
-TAIL_SHOWN: Final = 20
 
 
 class Phase(Enum):
@@ -69,7 +65,7 @@ def supervise(options: UpOptions, reporter: Reporter) -> int:
         stack.callback(reports.close)
         control = ControlSocket(Path(options.config.mesh.run_dir) / CONTROL_SOCKET, selector)
         stack.callback(control.close)
-        ready_file = ReadyFile(options.ready_file)
+        ready_file = ReadyFile(options.ready_file, reporter.error)
         stack.callback(ready_file.remove)
         return Supervisor(
             options, reporter, pipe, notify, selector, children, watch, reports, control, ready_file
@@ -140,7 +136,8 @@ class Supervisor:
             return
         yield self._watch.deadline_s()
         if self._phase is Phase.SERVING:
-            yield from (self._restarts.deadline(now), self._starter.nats_files.deadline(now), self._control.deadline_s)
+            yield from (self._restarts.deadline(now), self._starter.nats_files.deadline(now))
+            yield from (self._control.deadline_s, self._ready_file.deadline_s)
         else:
             yield self._deadline
 
@@ -227,6 +224,7 @@ class Supervisor:
         elif self._phase is Phase.SERVING:
             self._restart(now)
             self._control.look(now)
+            self._ready_file.look(now)
             self._starter.nats_files.look(self._children.get(NATS_SPEC.name))
         elif self._phase in (Phase.STARTING_BUS, Phase.STARTING) and now >= self._deadline:
             late = [child for child in self._children if not child.is_ready]
@@ -258,15 +256,19 @@ class Supervisor:
         for group in sorted(self._returning):
             if all(child.is_ready for child in self._children if group_of(child.spec) == group):
                 self._returning.discard(group)
-                self._ready_file.write(self._starter.config, list(self._children))
+                self._ready_file.renew(self._starter.config, list(self._children), now)
                 self._report.info(f"{group} is back, start {self._restarts.counts[group] + 1}")
                 for instance, epoch in self._reports.epochs.items() if group == "broker" else ():
                     self._starter.report_reaped(instance, epoch)
                 self._planned.back(group)
 
     def _serve(self) -> None:
+        try:
+            self._ready_file.write(self._starter.config, list(self._children))
+        except Retryable as error:
+            self._fail(f"ready_file: {error}")
+            return
         self._phase = Phase.SERVING
-        self._ready_file.write(self._starter.config, list(self._children))
         self._report.announce(ready_text(self._starter.config))
 
     def _refusal(self) -> str:
@@ -275,9 +277,7 @@ class Supervisor:
     def _fail(self, why: str, *children: Child) -> None:
         self._report.error(why)
         for child in children:
-            tail = list(child.tail)[-TAIL_SHOWN:]
-            self._report.error(f"the last lines of {child.spec.name}:" if tail else f"{child.spec.name} wrote nothing")
-            self._report.output(child.spec.name, tail)
+            self._report.tail(child.spec.name, list(child.tail))
         self._stop(exit_code=EXIT_FAILED)
 
     def _stop(self, *, exit_code: int) -> None:
@@ -290,8 +290,8 @@ class Supervisor:
         )
 
     def _stop_timeout_s(self, child: Child) -> float:
-        drains = child.is_ready and child.spec is not NATS_SPEC
-        return STOP_GRACE_S + (self._starter.config.engine.drain_timeout_s if drains else 0.0)
+        drains = child.is_ready and child.spec is not NATS_SPEC  # a service keeps the drain timeout by itself
+        return CLOSE_GRACE_S + (self._starter.config.engine.drain_timeout_s if drains else 0.0)
 
     def _send(self, signals: list[tuple[str, signal.Signals]]) -> None:
         for name, number in signals:

@@ -32,7 +32,7 @@ def note_epoch(run_dir: Path, instance: str, pp_rank: int, epoch: int, log: Log)
     """Before the stage does anything in the name of that epoch."""
     try:
         write_atomically(_note(run_dir, instance, pp_rank), f"{epoch}\n")
-    except OSError as error:
+    except Retryable as error:
         log.warning("the epoch is not noted: a report of the reaped process must name it", error=str(error))
 
 
