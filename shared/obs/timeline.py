@@ -112,15 +112,18 @@ def picture(spans: Sequence[Span], *, columns: int = 100, window_ns: int = 1_000
     if not forwards:
         return []
     start_ns = _busiest(forwards, window_ns)
+    shown = [s for s in forwards if s["end_ns"] >= start_ns and s["start_ns"] <= start_ns + window_ns]
+    # what writes KV then is a prefill instance: of a cached prompt, or a short one, it computes a single token too
+    writers = {_instance(s) for s in shown if s["name"] == "kv_write"}
     lines = []
     for process in sorted({s["process"] for s in forwards}):
         cells = [" "] * columns
-        mine = [s for s in forwards if s["process"] == process]
+        mine = [s for s in shown if s["process"] == process]
         for span in sorted(mine, key=lambda s: s["name"], reverse=True):  # forwards over writes
             first = max(0, (span["start_ns"] - start_ns) * columns // window_ns)
             last = min(columns - 1, (span["end_ns"] - start_ns) * columns // window_ns)
             for column in range(first, last + 1):
-                cells[column] = _symbol(span)
+                cells[column] = _symbol(span, writes=_instance(span) in writers)
         lines.append(f"{process:>14} |{''.join(cells)}|")
     return lines
 
@@ -134,10 +137,10 @@ def _busiest(spans: Sequence[Span], window_ns: int) -> int:
     return max(busy, key=lambda window: busy[window], default=0) * window_ns
 
 
-def _symbol(span: Span) -> str:
+def _symbol(span: Span, *, writes: bool) -> str:
     if span["name"] == "kv_write":
         return "~"
-    return "#" if span["tokens"] != span["rows"] else str(span["microbatch"] % 10)
+    return "#" if writes or span["tokens"] != span["rows"] else str(span["microbatch"] % 10)
 
 
 def _start(span: Span) -> int:
