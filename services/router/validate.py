@@ -135,10 +135,11 @@ def _repetition_penalty(request: generator_pb2.GenerateRequest) -> float:
 def _logit_bias(request: generator_pb2.GenerateRequest, limits: Limits) -> tuple[tuple[int, float], ...]:
     if len(request.logit_bias) > MAX_BIASES:
         raise Rejected("logit_bias", f"must be at most {MAX_BIASES} tokens, got {len(request.logit_bias)}")
-    return tuple(
-        (_whole("logit_bias", token_id, 0, limits.vocab_size - 1), _number("logit_bias", bias, -MAX_BIAS, MAX_BIAS))
-        for token_id, bias in sorted(request.logit_bias.items())
-    )
+    for token_id in request.logit_bias:
+        if not 0 <= token_id < limits.vocab_size:
+            raise Rejected("logit_bias", f"token ids must be in 0..{limits.vocab_size - 1}, got {token_id}")
+    biases = sorted(request.logit_bias.items())
+    return tuple((token_id, _number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)) for token_id, bias in biases)
 
 
 def _prompt_logprobs(request: generator_pb2.GenerateRequest, prompt_tokens: int) -> int | None:

@@ -60,6 +60,11 @@ async def open_nats_bus(
         await bus.close()
 
 
+def _is_worth_saying(record: logging.LogRecord) -> bool:
+    """Of the loop: nats-py turns a plain stream into one of TLS, and at its end a protocol gives what TLS ignores."""
+    return "returning true from eof_received()" not in record.getMessage()
+
+
 class NatsBus:
     """Opened by `open_nats_bus`."""
 
@@ -91,6 +96,7 @@ class NatsBus:
         )
 
     async def connect(self, url: str, name: str, timeout_s: float) -> None:
+        logging.getLogger("asyncio").addFilter(_is_worth_saying)  # which is there once, however often it is added
         try:
             async with asyncio.timeout(timeout_s):
                 await self._client.connect(

@@ -18,6 +18,14 @@ def register(app: typer.Typer) -> None:
     app.callback()(remember)
 
 
+def tell_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"stagemesh {version('stagemesh')}")
+        raise typer.Exit
+
+
 def remember(
     api_key_file: Annotated[
         str, typer.Option(envvar="STAGEMESH_API_KEY_FILE", help="Has the API key. Or $STAGEMESH_API_KEY is it.")
@@ -32,6 +40,9 @@ def remember(
     server_name: Annotated[
         str, typer.Option(envvar="STAGEMESH_TLS__SERVER_NAME", help="What the mesh's certificates are for.")
     ] = "",
+    version: Annotated[
+        bool, typer.Option("--version", help="Print it, and end.", is_eager=True, callback=tell_version)
+    ] = False,
 ) -> None:
     """Serves large language models with prefill and decode on separate pipelines of stages."""
     _FILES.set(ClientFiles(api_key_file, ca_file, cert_file, key_file, server_name))

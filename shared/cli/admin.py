@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stagemesh.shared.admin.commands import Command
     from stagemesh.shared.bus.access import BusAccess
     from stagemesh.shared.bus.nats import NatsBus
+    from stagemesh.shared.config import NatsSection
 
 CALL_TIMEOUT_S = 20.0
 SWITCH_TIMEOUT_S = 3800.0
@@ -36,10 +37,12 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", help="Or the conf
 CredentialsOption = Annotated[
     str,
     typer.Option(
-        "--nats-credentials", envvar="STAGEMESH_NATS__CREDENTIALS_DIR", help="Has the role's password, with --nats."
+        "--nats-credentials",
+        envvar="STAGEMESH_NATS__CREDENTIALS_DIR",
+        help="Has the role's password, if no file says so.",
     ),
 ]
-RoleOption = Annotated[str, typer.Option("--nats-role", help="The user on NATS: admin, observer.")]
+RoleOption = Annotated[str, typer.Option("--nats-role", help="The user on NATS: admin; observer may only watch.")]
 MeshOption = Annotated[str, typer.Option("--mesh", help="Its name, with --nats.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as it is.")]
 
@@ -106,6 +109,7 @@ def find_target(
     """Raises Rejected where nothing says where the server is, or a password cannot be read."""
     from stagemesh.shared.bus.access import bus_access
     from stagemesh.shared.config import NatsSection
+    from stagemesh.shared.config.address import check_bus_url
 
     files = client_files()
     material = files.material(Log(logging.getLogger(__name__)))
@@ -123,13 +127,28 @@ def find_target(
     if config is not None:
         import os
 
-        from stagemesh.shared.config import load_config
+        from stagemesh.shared.config import look_at_config
 
-        found = load_config(config, os.environ)
-        return reached(found.nats, found.mesh.name)
+        found = look_at_config(config, os.environ)
+        return reached(_usable(found.nats, credentials), found.mesh.name)
     if not nats:
         raise Rejected("nats", "say where the server is: --ready-file, --config, --nats or $STAGEMESH_NATS__URL")
-    return reached(NatsSection(url=nats, credentials_dir=credentials), mesh)
+    url = nats if "://" in nats else f"nats://{nats}"
+    check_bus_url(url, "--nats")
+    return reached(NatsSection(url=url, credentials_dir=credentials), mesh)
+
+
+def _usable(nats: NatsSection, credentials: str) -> NatsSection:
+    """As an operator reaches the server. Raises Rejected for what only processes of the mesh know."""
+    from stagemesh.shared.config import NatsSection
+    from stagemesh.shared.config.paths import CREDENTIAL
+
+    if not nats.url:
+        raise Rejected("nats.url", "is empty, so `stagemesh up` has a server of its own: --ready-file tells which")
+    folder = credentials or nats.credentials_dir
+    if folder.startswith(CREDENTIAL):
+        raise Rejected("nats.credentials_dir", f"{folder} is for units: --nats-credentials says where yours is")
+    return NatsSection(url=nats.url, credentials_dir=folder)
 
 
 def _call(command: Command, target: Target, fields: dict[str, str], *, as_json: bool) -> None:
@@ -177,7 +196,11 @@ def _value(text: str, kind: Any) -> int | float | str:
 def _bus(target: Target) -> AbstractAsyncContextManager[NatsBus]:
     from stagemesh.shared.bus.nats import open_nats_bus
 
-    return open_nats_bus(target.url, name="stagemesh admin", connect_timeout_s=5.0, access=target.access)
+    silent = logging.getLogger(f"{__name__}.bus")  # what goes wrong is the command's error
+    silent.disabled = True
+    return open_nats_bus(
+        target.url, name="stagemesh admin", connect_timeout_s=5.0, access=target.access, log=Log(silent)
+    )
 
 
 async def _ask(command: Command, target: Target, payload: bytes) -> bytes:

@@ -28,6 +28,6 @@ def reference(
 
 def check(path: Annotated[Path, typer.Argument(help="The TOML file of a deployment.")]) -> None:
     """Prints the effective config; exits with 2 and a line naming the key if it is refused."""
-    from stagemesh.shared.config import dump_toml, load_config
+    from stagemesh.shared.config import dump_toml, look_at_config
 
-    print(dump_toml(load_config(path, os.environ)), end="")
+    print(dump_toml(look_at_config(path, os.environ)), end="")

@@ -28,11 +28,11 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array of the findings.")] = False,
 ) -> None:
     """Exits with 1 if anything fails; warnings are no failure."""
-    from stagemesh.shared.config import load_config
+    from stagemesh.shared.config import look_at_config
     from stagemesh.shared.doctor.facts import collect
     from stagemesh.shared.doctor.judge import judge
 
-    loaded = None if config is None else load_config(config, os.environ)
+    loaded = None if config is None else look_at_config(config, os.environ)
     findings = list(judge(collect(loaded), loaded))
     _print_json(findings) if as_json else _print_table(findings)
     if any(finding.state.value == "fail" for finding in findings):
@@ -49,10 +49,12 @@ def _print_table(findings: Sequence[Finding]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from stagemesh.shared.cli.tables import WIDTH
+
     table = Table()
     for title in ("", "looked at", "seen", "what to do"):
         table.add_column(title, overflow="fold")
     for finding in findings:
         state = finding.state.value
         table.add_row(f"[{STYLES[state]}]{state}[/]", finding.subject, finding.seen, finding.remedy)
-    Console().print(table)
+    Console(width=None if Console().is_terminal else WIDTH).print(table)

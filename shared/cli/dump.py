@@ -68,12 +68,12 @@ def _silent(name: str, address: str, error: str) -> ProcessDump:
 
 def _configured(config: Path | None) -> Mapping[str, str]:
     """Addresses as the file has them."""
-    from stagemesh.shared.config import load_config
+    from stagemesh.shared.config import look_at_config
     from stagemesh.shared.runtime.plan import service_processes
 
     if config is None:
         return {}
-    return {spec.name: spec.address for spec in service_processes(load_config(config, os.environ))}
+    return {spec.name: spec.address for spec in service_processes(look_at_config(config, os.environ))}
 
 
 async def _known_to(router: str, timeout_s: float) -> Mapping[str, str]:
@@ -97,7 +97,7 @@ async def _ask(name: str, address: str, timeout_s: float) -> ProcessDump:
 
     dial = (router_dial if name == "router" else peer_dial)(client_files())
     try:
-        async with Client(address, INSPECT, dial=dial) as client:
+        async with Client(address, INSPECT, wait=False, dial=dial) as client:
             reply = await client.call("Dump", inspect_pb2.DumpRequest(), timeout_s=timeout_s)
         return ProcessDump(name, address, tuple(decode_entries(reply.entries)))
     except StagemeshError as error:

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from stagemesh.shared.cli.access import client_files
-from stagemesh.shared.errors import Rejected
+from stagemesh.shared.errors import Rejected, StagemeshError
 
 DEFAULT_ROUTER = "127.0.0.1:8470"
+MAX_SEED = 2**64 - 1
 
 
 def checked_router(text: str) -> str:
@@ -39,7 +40,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 keeps all tokens.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 keeps all tokens.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Makes a random answer repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=MAX_SEED, help="Makes a random answer repeatable.")] = None,
     presence_penalty: Annotated[float, typer.Option(help="Against tokens that the answer has, -2 to 2.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="The same, for each time.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="A factor, against those of the prompt too.")] = 1.0,
@@ -51,13 +52,17 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds for the whole answer.")] = 600.0,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0.001, help="Seconds for the whole answer.")] = 600.0,
 ) -> None:
     """Sends one request; exits with 0 once it has ended with its tokens."""
     from stagemesh.shared.pb import generator_pb2
     from stagemesh.shared.runtime.loop import run
 
-    request = generator_pb2.GenerateRequest(
+    asked = generator_pb2.ChatMessages(messages=[_filled("ChatMessage", role="user", content=prompt)]) if chat else None
+    request = _filled(
+        "GenerateRequest",
+        text=None if chat else prompt,
+        chat=asked,
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -71,12 +76,24 @@ def generate(
         n=n,
         **_structure(json_schema=json_schema, regex=regex, ebnf=ebnf),
     )
-    if chat:
-        request.chat.messages.add(role="user", content=prompt)
-    else:
-        request.text = prompt
     answer = run(_follow(router, request, timeout_s, show=not as_json))
     print(json.dumps(answer, ensure_ascii=False) if as_json else "")
+
+
+def _filled(kind: str, **fields: Any) -> Any:
+    """A message of the API. Raises Rejected, naming the field, for a number that it cannot hold, or text that is no
+    Unicode; what it can hold the router judges."""
+    from stagemesh.shared.pb import generator_pb2
+
+    made = getattr(generator_pb2, kind)
+    message = made()
+    for name, value in fields.items():
+        try:
+            message.MergeFrom(made(**{name: value}))
+        except ValueError as error:
+            why = "is not UTF-8" if isinstance(error, UnicodeError) else f"cannot be {value!r}"
+            raise Rejected(name, why) from None
+    return message
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -113,13 +130,18 @@ async def _follow(router: str, request: Any, timeout_s: float, *, show: bool) ->
     answers = [_Collected() for _ in range(max(1, request.n))]
     usage = generator_pb2.Usage()
     async with Client(router, service, wait=False, dial=router_dial(client_files())) as client:
-        async for response in client.receive("Generate", request, timeout_s=timeout_s):
-            answers[response.index].take(response)
-            if show and len(answers) == 1:
-                sys.stdout.write(response.text)
-                sys.stdout.flush()
-            if response.finished.HasField("total_usage"):
-                usage = response.finished.total_usage
+        try:
+            async for response in client.receive("Generate", request, timeout_s=timeout_s):
+                answers[response.index].take(response)
+                if show and len(answers) == 1:
+                    sys.stdout.write(response.text)
+                    sys.stdout.flush()
+                if response.finished.HasField("total_usage"):
+                    usage = response.finished.total_usage
+        except StagemeshError:
+            if show and answers[0].text:
+                print(flush=True)  # or the error would stand in the last line of the text
+            raise
     if show and len(answers) > 1:
         sys.stdout.write("\n".join(f"[{index}] {answer.text}" for index, answer in enumerate(answers)))
     told = [answer.told for answer in answers]

@@ -91,8 +91,7 @@ async def _ask_all(router: str, method: str) -> dict[str, Any]:
     requests = {"Check": inspect_pb2.CheckRequest, "Trace": inspect_pb2.TraceRequest}
     answers = {}
     for peer in reply.peers:
-        async with Client(
-            peer.address, INSPECT, dial=router_dial(files) if peer.name == "router" else peer_dial(files)
-        ) as client:
+        dial = router_dial(files) if peer.name == "router" else peer_dial(files)
+        async with Client(peer.address, INSPECT, wait=False, dial=dial) as client:
             answers[peer.name] = await client.call(method, requests[method](), timeout_s=CALL_TIMEOUT_S)
     return answers

@@ -41,7 +41,7 @@ async def _profile(router: str, instance: str, seconds: float) -> dict[str, str]
     from stagemesh.shared.rpc.inspect import INSPECT
 
     async def one(address: str) -> str:
-        async with Client(address, INSPECT, dial=peer_dial(client_files())) as client:
+        async with Client(address, INSPECT, wait=False, dial=peer_dial(client_files())) as client:
             request = inspect_pb2.ProfileRequest(seconds=seconds)
             reply = await client.call("Profile", request, timeout_s=max(0.0, seconds) + WRITE_TIMEOUT_S)
         return str(reply.path)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 CALL_TIMEOUT_S = 10.0
 InstanceArgument = Annotated[str, typer.Argument(help="Its name, such as decode-0.")]
+PrefillArgument = Annotated[str, typer.Argument(help="Its name, such as prefill-0.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -29,7 +30,9 @@ def register(app: typer.Typer) -> None:
 
 def set_(
     instance: InstanceArgument,
-    setting: Annotated[str, typer.Argument(help="schedule_conservativeness of a decode instance.")],
+    setting: Annotated[
+        str, typer.Argument(help="A decode instance's schedule_conservativeness, max_running or extra_depth.")
+    ],
     value: Annotated[float, typer.Argument()],
     router: RouterOption = DEFAULT_ROUTER,
 ) -> None:
@@ -42,7 +45,7 @@ def set_(
     print(f"{instance}: {setting} {reply.previous:g} -> {value:g}")
 
 
-def flush(instance: InstanceArgument, router: RouterOption = DEFAULT_ROUTER) -> None:
+def flush(instance: PrefillArgument, router: RouterOption = DEFAULT_ROUTER) -> None:
     """Prints how many pages are free now that were cached."""
     from stagemesh.shared.pb import instance_pb2
     from stagemesh.shared.runtime.loop import run
@@ -93,5 +96,5 @@ async def _ask_head(
     heads = {peer.name.removesuffix("/0"): peer.address for peer in reply.peers if peer.name.endswith("/0")}
     if instance not in heads:
         raise Rejected("instance", f"no instance is named {instance!r}; there are {', '.join(sorted(heads))}")
-    async with Client(heads[instance], INSTANCE, dial=peer_dial(client_files())) as client:
+    async with Client(heads[instance], INSTANCE, wait=False, dial=peer_dial(client_files())) as client:
         return await client.call(method, request, timeout_s=timeout_s)

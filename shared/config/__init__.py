@@ -1,7 +1,7 @@
 """The one TOML file of a deployment, as frozen structs that are right by construction of `load_config`."""
 
 from stagemesh.shared.config.address import Address, parse_address
-from stagemesh.shared.config.load import build_config, load_config
+from stagemesh.shared.config.load import build_config, load_config, look_at_config
 from stagemesh.shared.config.sections import (
     AuthSection,
     BrokerSection,
@@ -37,5 +37,6 @@ __all__ = [
     "build_config",
     "dump_toml",
     "load_config",
+    "look_at_config",
     "parse_address",
 ]

@@ -1,10 +1,11 @@
-"""Listen addresses as the config writes them: `unix:/path` or `host:port`."""
+"""Addresses as the config writes them: `unix:/path`, `host:port`, and the URL of the bus."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from stagemesh.shared.errors import Rejected
 
@@ -41,6 +42,17 @@ def parse_address(text: str, field: str) -> Address:
     if port > 65535:
         raise Rejected(field, f"a port is at most 65535, got {port}")
     return Address(host=match["host"], port=port)
+
+
+def check_bus_url(url: str, field: str) -> None:
+    """Raises Rejected for what is no address of a NATS server."""
+    try:
+        parts = urlsplit(url)
+        is_one = parts.scheme in ("nats", "tls") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port out of range, say
+        is_one = False
+    if not is_one:
+        raise Rejected(field, f"expected nats://host:port or tls://host:port, got {url!r}")
 
 
 def is_loopback(host: str) -> bool:

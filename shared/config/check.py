@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from stagemesh.shared.config.address import Address, parse_address
+from stagemesh.shared.config.address import Address, check_bus_url, parse_address
 from stagemesh.shared.config.exposure import check_exposure
 from stagemesh.shared.config.hosts import LOCAL_HOST, host_of, is_wildcard, listen_address, mesh_hosts, stage_hosts
 from stagemesh.shared.config.sections import Config, InstanceSection
@@ -24,8 +24,8 @@ def check_config(config: Config) -> None:
         raise Rejected("mesh.run_dir", f"must be an absolute path, got {config.mesh.run_dir!r}")
     if config.mesh.name in RESERVED_NAMES:
         raise Rejected("mesh.name", f"{config.mesh.name!r} is a word of the bus's subjects; take another name")
-    if config.nats.url and not config.nats.url.startswith(("nats://", "tls://")):
-        raise Rejected("nats.url", f"must start with nats:// or tls://, got {config.nats.url!r}")
+    if config.nats.url:
+        check_bus_url(config.nats.url, "nats.url")
     _check_addresses(config)
     _check_names(config)
     if config.otel.endpoint and not config.otel.endpoint.startswith(("http://", "https://")):

@@ -27,6 +27,12 @@ def load_config(path: Path, environ: Mapping[str, str]) -> Config:
     return build_config(read_document(path), source=str(path), environ=environ)
 
 
+def look_at_config(path: Path, environ: Mapping[str, str]) -> Config:
+    """The same for a command that is no process of the deployment: `credential:NAME` stays as it is written, for only
+    its unit has it."""
+    return build_config(read_document(path), source=str(path), environ=environ, is_unit=False)
+
+
 def read_document(path: Path) -> dict[str, Any]:
     """The file's tables, unchecked. Raises Rejected if it cannot be read or is no TOML."""
     try:
@@ -43,6 +49,7 @@ def build_config(
     source: str,
     environ: Mapping[str, str],
     options: Mapping[str, object] | None = None,
+    is_unit: bool = True,
 ) -> Config:
     """A checked Config of `document`, which came from `source`. `options` maps `section.key` to a value given on the
     command line. Raises Rejected."""
@@ -59,7 +66,7 @@ def build_config(
         _assign(merged, section, key, value)
         origins[field] = "the command line"
     try:
-        config = resolve_paths(convert_document(merged), environ)
+        config = resolve_paths(convert_document(merged), environ, is_unit=is_unit)
         check_config(config)
     except Rejected as error:
         raise _with_origin(error, origins.get(error.field, source)) from error

@@ -10,7 +10,7 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +32,8 @@ MODULES: Final = {
     "nixl._api": ("nixl",),
     "smg": ("smg",),
     "smg_grpc_proto": ("smg-grpc-proto",),
+    "opentelemetry.sdk.trace.export": ("opentelemetry-sdk",),
+    "opentelemetry.exporter.otlp.proto.grpc.trace_exporter": ("opentelemetry-exporter-otlp-proto-grpc",),
 }
 """What may be imported, and the distributions that bring it."""
 LIBRARIES: Final = ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1")
@@ -64,7 +66,8 @@ class Listen:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What belongs to a deployment is empty without one. `memlock_bytes` None: no limit."""
+    """What belongs to a deployment is empty without one. `memlock_bytes` None: no limit. `secrets` are keys of the
+    config, what was seen there, and whether it is right."""
 
     python: tuple[int, ...]
     modules: Mapping[str, Module]
@@ -82,6 +85,7 @@ class Facts:
     model_error: str = ""
     needed_bytes: int | None = None
     run_dir_error: str = ""
+    secrets: tuple[tuple[str, str, bool], ...] = ()
 
 
 def collect(config: Config | None) -> Facts:
@@ -122,7 +126,8 @@ def _of_deployment(config: Config, *, can_compute: bool) -> dict[str, Any]:
         "nats_answers": _nats_answers(config.nats.url),
         "model_error": model_error,
         "needed_bytes": needed,
-        "run_dir_error": _run_dir_error(Path(config.mesh.run_dir)),
+        "run_dir_error": _run_dir_error(Path(config.mesh.run_dir), is_made=not config.nats.url),
+        "secrets": tuple(_secrets(config, listens)),
     }
 
 
@@ -225,7 +230,19 @@ def _said(ask: Callable[[], Any]) -> tuple[Any, str]:
         return None, str(error)
 
 
-def _run_dir_error(path: Path) -> str:
+def _secrets(config: Config, listens: Mapping[str, Listen]) -> Iterator[tuple[str, str, bool]]:
+    from stagemesh.shared.doctor.secrets import look_at_passwords, look_at_secrets
+
+    here = [name for name, listen in listens.items() if listen.state in ("free", "in use")]
+    yield from look_at_secrets(config, here)
+    if (passwords := look_at_passwords(config)) is not None:
+        yield passwords
+
+
+def _run_dir_error(path: Path, *, is_made: bool) -> str:
+    """`is_made`: `stagemesh up` makes it, and what is above it."""
+    while is_made and not path.exists():
+        path = path.parent
     if not path.is_dir():
         return f"{path} does not exist"
     return "" if os.access(path, os.W_OK | os.X_OK) else f"{path} cannot be written by this user"

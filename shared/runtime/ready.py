@@ -163,9 +163,19 @@ def ready_text(config: Config) -> str:
     layout = ", ".join(f"{instance.name} (pp {instance.pp_size})" for instance in config.instances)
     lines = [
         f"stagemesh serves {config.model.path} at {router} (gRPC): {layout}",
-        f'  try:  stagemesh generate --router {router} --chat "What is the capital of France?"',
+        f'  try:  stagemesh {_access(config)}generate --router {router} --chat "What is the capital of France?"',
         f"  stop: Ctrl-C, or kill -TERM {os.getpid()}; its run dir is {config.mesh.run_dir}",
     ]
     if port is not None:
         lines.insert(1, f"  OpenAI clients: http://{LOOPBACK}:{port}/v1, model {config.model.served_name}")
     return "\n".join(lines)
+
+
+def _access(config: Config) -> str:
+    """The options that a client of that router needs, as far as the config tells."""
+    tls, options = config.tls, ""
+    if tls.is_on:
+        options += f"--ca-file {'CA' if tls.public_cert_file else tls.ca_file} "
+    if tls.public_client_ca_file:
+        options += "--cert-file CERT --key-file KEY "
+    return f"{options}--api-key-file KEYFILE " if config.auth.keys_file else options

@@ -272,3 +272,29 @@ def test_a_bus_comes_back_with_new_certificates_of_a_new_authority(tmp_path: Pat
         run(work)
     finally:
         place.server.stop()
+
+
+def test_the_end_of_a_connection_says_nothing_that_nobody_can_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = Place(tmp_path)
+    lost = asyncio.Event()
+
+    async def work() -> None:
+        opening = open_nats_bus(
+            place.url,
+            name="test",
+            connect_timeout_s=LIMIT_S,
+            watcher=lambda connected: None if connected else lost.set(),
+            access=place.access("stage"),
+            log=LOG,
+        )
+        async with opening:
+            await asyncio.to_thread(place.server.stop)
+            await lost.wait()
+
+    try:
+        run(work)
+    finally:
+        place.server.stop()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []

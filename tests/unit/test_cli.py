@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stagemesh.shared.cli.admin import Target, find_target
+from stagemesh.shared.config import look_at_config
+from stagemesh.shared.config.address import check_bus_url
+from stagemesh.shared.errors import Rejected
 from tests.support.mesh import ROOT
 
 
@@ -104,6 +110,49 @@ def test_a_stage_that_the_config_does_not_have_is_refused(
     assert says in done.stderr
 
 
+def target(**given: Any) -> Target:
+    nothing = {"nats": "", "ready_file": None, "config": None, "mesh": "local", "credentials": ""}
+    return find_target(**{**nothing, "role_on_nats": "admin", **given})
+
+
+@pytest.mark.parametrize("url", ["nats://", "nats://127.0.0.1:99999", "nats://[::1", "http://here", "nats://h:0"])
+def test_what_is_no_address_of_a_bus_is_refused(url: str) -> None:
+    with pytest.raises(Rejected, match="--nats: expected nats://host:port or tls://host:port"):
+        target(nats=url)
+    with pytest.raises(Rejected, match=r"nats\.url: expected"):
+        check_bus_url(url, "nats.url")
+
+
+def test_a_config_says_where_the_bus_is_and_what_it_does_not_say_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text(MESH_TOML.format(run_dir=tmp_path))
+    with pytest.raises(Rejected, match=r"nats\.url: is empty, so `stagemesh up` has a server of its own: --ready-file"):
+        target(config=path)
+    path.write_text(f'{path.read_text()}[nats]\nurl = "nats://127.0.0.1:4222"\ncredentials_dir = "credential:"\n')
+    with pytest.raises(Rejected, match="credential: is for units: --nats-credentials says where yours is"):
+        target(config=path)
+    (tmp_path / "admin").write_text("word")
+    (tmp_path / "admin").chmod(0o600)
+    found = target(config=path, credentials=str(tmp_path))
+    assert (found.url, found.mesh, found.access.password_file) == ("nats://127.0.0.1:4222", "local", tmp_path / "admin")
+    assert target(nats="127.0.0.1:4222").url == "nats://127.0.0.1:4222"
+
+
+def test_a_command_that_is_no_unit_leaves_credentials_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text(f'{MESH_TOML.format(run_dir=tmp_path)}[auth]\nkeys_file = "credential:keys"\n')
+    done = stagemesh("config", "check", str(path))
+    assert (done.returncode, 'keys_file = "credential:keys"' in done.stdout) == (0, True)
+    assert stagemesh("router", "--config", str(path)).stderr.startswith("error: auth.keys_file: credential:keys needs")
+    path.write_text(path.read_text().replace("credential:keys", "credential:../keys"))
+    with pytest.raises(Rejected, match="no slash"):
+        look_at_config(path, {})
+
+
+def test_its_version_is_said() -> None:
+    assert stagemesh("--version").stdout == f"stagemesh {version('stagemesh')}\n"
+
+
 @pytest.mark.parametrize("router", ["nowhere", "127.0.0.1:99999", "127.0.0.1:0"])
 def test_a_router_that_is_no_address_is_refused(router: str) -> None:
     finished = stagemesh("generate", "--router", router, "hello")
@@ -123,12 +172,19 @@ def test_a_router_that_is_not_there_is_said_at_once() -> None:
         (["--logit-bias", "seven"], "--logit-bias: expected TOKEN_ID=BIAS, got 'seven'"),
         (["--regex", "a", "--json-schema", "{}"], "only one of json-schema, regex and ebnf can be given"),
         (["--ebnf", "@/nonexistent"], "--ebnf: /nonexistent: cannot be read"),
+        (["--seed", "-1"], "'--seed'"),
+        (["--timeout", "0"], "'--timeout'"),
+        (["--max-tokens", str(2**63)], f"max_tokens: cannot be {2**63}"),
+        (["--regex", "\udcff"], "regex: is not UTF-8"),
+        (["--chat", "\udcff"], "content: is not UTF-8"),
     ],
 )
 def test_wrong_options_of_an_answer_are_named(options: list[str], message: str) -> None:
-    finished = stagemesh("generate", "--router", "127.0.0.1:1", *options, "hello")
+    prompt = () if "--chat" in options else ("hello",)
+    finished = stagemesh("generate", "--router", "127.0.0.1:1", *options, *prompt)
     assert finished.returncode == 2
     assert message in finished.stderr
+    assert "Traceback" not in finished.stderr
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
-from stagemesh.shared.config import Config, build_config, dump_toml
+from stagemesh.shared.config import Config, build_config, dump_toml, look_at_config
 from stagemesh.shared.config.local import LocalLayout, local_document
-from stagemesh.shared.doctor.facts import Facts, Gpu, Listen, Module, parse_gpus
+from stagemesh.shared.doctor.facts import Facts, Gpu, Listen, Module, collect, parse_gpus
 from stagemesh.shared.doctor.findings import Finding, State
 from stagemesh.shared.doctor.judge import judge
+from stagemesh.shared.doctor.secrets import UNSEEN, look_at_passwords, look_at_secrets
+from tests.support.certificates import Authority
 from tests.support.mesh import ROOT
 
 STAGE = "instance[0].stages[0]"
@@ -31,6 +33,8 @@ WELL = Facts(
         "nixl._api": Module(True, "1.5.1"),
         "smg": Module(True, "1.13.0"),
         "smg_grpc_proto": Module(True, "0.4.28"),
+        "opentelemetry.sdk.trace.export": Module(True, "1.40.0"),
+        "opentelemetry.exporter.otlp.proto.grpc.trace_exporter": Module(True, "1.40.0"),
     },
     torch_cuda="",
     libraries={"libibverbs.so.1": True, "librdmacm.so.1": True, "libnuma.so.1": True},
@@ -55,6 +59,7 @@ def config(**tables: Any) -> Config:
 CPU = config(nats={"url": "nats://127.0.0.1:4222"})
 CUDA = config(model={"path": "m", "device": "cuda"})
 OPENAI = config(nats={"url": "nats://127.0.0.1:4222"}, openai={"port": 8000})
+OTEL = config(nats={"url": "nats://127.0.0.1:4222"}, otel={"endpoint": "http://127.0.0.1:4317"})
 RDMA = config(transfer={"protocol": "rdma"})
 
 
@@ -62,7 +67,7 @@ def found(facts: Facts, given: Config | None, state: State) -> list[Finding]:
     return [finding for finding in judge(facts, given) if finding.state is state]
 
 
-@pytest.mark.parametrize("given", [None, CPU, OPENAI])
+@pytest.mark.parametrize("given", [None, CPU, OPENAI, OTEL])
 def test_a_host_that_is_well_needs_nothing(given: Config | None) -> None:
     findings = list(judge(WELL, given))
     assert {finding.state for finding in findings} == {State.OK}
@@ -76,6 +81,8 @@ def test_a_host_that_is_well_needs_nothing(given: Config | None) -> None:
         ({"modules": {**WELL.modules, "torch": GONE}}, CPU, "torch", "stagemesh[cpu]"),
         ({"modules": {**WELL.modules, "mooncake.engine": GONE}}, CPU, "transfer engine (mooncake)", "stagemesh[cpu]"),
         ({"modules": {**WELL.modules, "smg": GONE}}, OPENAI, "openai", "stagemesh[openai]"),
+        ({"modules": {**WELL.modules, "opentelemetry.sdk.trace.export": GONE}}, OTEL, "otel", "stagemesh[otel]"),
+        ({"secrets": (("tls", "cannot read /c", False),)}, CPU, "tls", "deploy/security.md"),
         ({"libraries": {"libnuma.so.1": True}}, CPU, "libraries", "apt-get install libibverbs1 librdmacm1"),
         ({}, CUDA, "torch", "stagemesh[cu13]"),
         ({"torch_cuda": "13.0"}, CUDA, "gpus", "NVIDIA driver"),
@@ -153,6 +160,80 @@ def test_this_host_can_run_the_tests_and_a_deployment_on_it_is_looked_at(tmp_pat
     assert done.returncode == 1
     assert findings["router.listen"]["state"] == "warn"
     assert "GiB for the stages of this host" in findings["memory"]["seen"]
+
+
+SECURE_TOML = """
+[mesh]
+run_dir = "{folder}/is/made/by/up"
+[broker]
+listen = "unix:{folder}/broker.sock"
+[nats]
+credentials_dir = "{folder}/nats"
+[model]
+path = "smollm2"
+[tls]
+cert_file = "{folder}/mesh.pem"
+key_file = "{key}"
+ca_file = "{folder}/mesh-ca.pem"
+[auth]
+keys_file = "{folder}/keys"
+[[instance]]
+name = "prefill-0"
+role = "prefill"
+pp_size = 1
+stages = ["unix:{folder}/p.sock"]
+[[instance]]
+name = "decode-0"
+role = "decode"
+pp_size = 1
+stages = ["unix:{folder}/d.sock"]
+"""
+SECRETS = ("tls", "auth.keys_file", "nats.credentials_dir")
+
+
+def stagemesh(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "stagemesh.shared.cli.main", *arguments], check=True, cwd=ROOT, timeout=60)
+
+
+def rights(path: Path) -> list[bool]:
+    """Of SECRETS."""
+    given = look_at_config(path, {})
+    found = [*look_at_secrets(given, ["router.listen"]), look_at_passwords(given)]
+    assert [key for key, _, _ in filter(None, found)] == [*SECRETS]
+    return [is_right for _, _, is_right in filter(None, found)]
+
+
+def test_certificates_keys_and_passwords_that_are_not_there_are_found_before_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text(SECURE_TOML.format(folder=tmp_path, key=tmp_path / "mesh.key"))
+    assert rights(path) == [False, False, False]
+    authority = Authority("mesh")
+    (tmp_path / "mesh-ca.pem").write_bytes(authority.pem)
+    issued = authority.issue("mesh")
+    (tmp_path / "mesh.pem").write_bytes(issued.cert_pem)
+    (tmp_path / "mesh.key").write_bytes(authority.issue("another").key_pem)
+    (tmp_path / "mesh.key").chmod(0o600)
+    stagemesh("keys", "nats", str(tmp_path / "nats"))
+    stagemesh("keys", "add", "alice", "--file", str(tmp_path / "keys"))
+    assert rights(path) == [False, True, True], "the key is another certificate's"
+    (tmp_path / "mesh.key").write_bytes(issued.key_pem)
+    assert rights(path) == [True, True, True]
+    assert [key for key, _, _ in look_at_secrets(look_at_config(path, {}), [])] == ["tls"], "no router is here"
+
+
+def test_credentials_of_a_unit_are_left_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text(SECURE_TOML.format(folder=tmp_path, key="credential:host.key"))
+    assert ("tls", UNSEEN, True) in look_at_secrets(look_at_config(path, {}), [])
+
+
+def test_what_a_deployment_names_is_among_the_findings(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text(SECURE_TOML.format(folder=tmp_path, key=tmp_path / "mesh.key"))
+    given = look_at_config(path, {})
+    findings = {finding.subject: finding.state for finding in judge(collect(given), given)}
+    assert {findings[key] for key in SECRETS} == {State.FAIL}
+    assert findings["run dir"] is State.OK
 
 
 def test_the_table_says_the_same_in_lines() -> None:
