@@ -62,7 +62,7 @@ class HeadSession:
         self._address = info.address
         self._log = log.bind(instance_name=info.ref.name, instance_epoch=info.ref.epoch)
         self._outgoing: asyncio.Queue[instance_pb2.SessionUp] = asyncio.Queue()
-        self._closed = asyncio.Event()
+        self._closed, self._why_closed = asyncio.Event(), "its session has ended"
         self._receivers: dict[RequestRef, Receiver] = {}
         self.up = self.ended = False
         self._made_s = time.monotonic()
@@ -126,11 +126,11 @@ class HeadSession:
 
     def close(self) -> None:
         """The instance has left the directory: its requests lose it now, whether or not it still reads."""
-        self.up = False
+        self.up, self._why_closed = False, "it is gone from the directory"  # why, the broker's events say
         self._closed.set()
 
     async def _run(self) -> None:
-        reason = "it has left"
+        reason = ""
         try:
             async with asyncio.TaskGroup() as group:
                 talk = group.create_task(self._talk())
@@ -139,7 +139,7 @@ class HeadSession:
         except* StagemeshError as errors:
             reason = str(first_of_ours(errors))
         finally:
-            self._lose_all(reason)
+            self._lose_all(reason or self._why_closed)
 
     async def _talk(self) -> None:
         async with AsyncExitStack() as stack:

@@ -6,7 +6,8 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from typing import Any, Final
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
@@ -17,6 +18,7 @@ from stagemesh.shared.errors import Rejected
 from stagemesh.shared.obs.metrics import PREFIX, Identity, Kind, Metric, Sample
 from stagemesh.shared.obs.tally import INFINITY, Distribution
 
+SILENT_S: Final = 10.0
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 _FAMILIES: dict[Kind, type[Family]] = {
     Kind.COUNTER: CounterMetricFamily,
@@ -68,8 +70,22 @@ async def serve_metrics(stack: AsyncExitStack, registry: CollectorRegistry, host
         server, thread = await asyncio.to_thread(start_http_server, port, host, registry)
     except OSError as error:
         raise Rejected("metrics.port", f"cannot listen on {host}:{port}: {error.strerror}") from error
+    server.RequestHandlerClass = _impatient(server.RequestHandlerClass)
     stack.push_async_callback(asyncio.to_thread, _stop, server, thread)
     return f"[{host}]:{server.server_port}" if ":" in host else f"{host}:{server.server_port}"
+
+
+def _impatient(handler: Any) -> Any:
+    """Each connection has a thread: one that says nothing, or takes nothing, has it for SILENT_S."""
+
+    class Impatient(handler):  # type: ignore[misc]
+        timeout = SILENT_S
+
+        def handle(self) -> None:
+            with suppress(OSError):  # a TimeoutError, or a client that has gone: nobody is left to be told
+                super().handle()
+
+    return Impatient
 
 
 def _stop(server: WSGIServer, thread: threading.Thread) -> None:

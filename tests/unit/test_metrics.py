@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from stagemesh.shared.config import MetricsSection
 from stagemesh.shared.errors import Bug, Rejected
+from stagemesh.shared.obs import exposition as exposition_module
 from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.exposition import Exposition, serve_metrics
 from stagemesh.shared.obs.log import configure
@@ -66,6 +68,28 @@ def scrape(exposition: Exposition) -> Scrape:
             return await asyncio.to_thread(fetch, address)
 
     return Scrape(asyncio.run(serve()))
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /metrics HT", b"GET /metrics HTTP/1.1\r\nHost: x\r\n", b"\x16\x03\x01\n"])
+def test_who_says_nothing_more_is_let_go_without_a_word(
+    said: bytes, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exposition_module, "SILENT_S", 0.05)
+
+    def visit(address: str) -> None:
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=30) as stream:
+            stream.sendall(said)
+            while stream.recv(1 << 16):
+                pass
+
+    async def serve() -> None:
+        async with AsyncExitStack() as stack:
+            address = await serve_metrics(stack, Exposition(Identity("router")).registry, "127.0.0.1", 0)
+            await asyncio.to_thread(visit, address)
+
+    asyncio.run(serve())
+    assert capfd.readouterr().err == ""
 
 
 def test_samples_are_shown_with_the_labels_of_their_process() -> None:

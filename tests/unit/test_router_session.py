@@ -89,8 +89,8 @@ def test_a_head_that_hangs_is_lost_when_the_directory_says_so(tmp_path: Path) ->
     async def run() -> None:
         server = Server({INSTANCE: Hanging()})
         info = dataclasses.replace(instance_of("p", PREFILL), address=await server.start(f"unix:{tmp_path}/s"))
-        up, lost = asyncio.Event(), asyncio.Event()
-        receiver = cast("Any", SimpleNamespace(on_output=None, on_lost=lambda ref, reason: lost.set()))
+        up, lost = asyncio.Event(), asyncio.Queue[str]()
+        receiver = cast("Any", SimpleNamespace(on_output=None, on_lost=lambda ref, reason: lost.put_nowait(reason)))
         async with asyncio.timeout(30), asyncio.TaskGroup() as group:
             log = Log(logging.getLogger(__name__))
             session = HeadSession(info, "router", group.create_task, log, up.set)
@@ -103,7 +103,7 @@ def test_a_head_that_hangs_is_lost_when_the_directory_says_so(tmp_path: Path) ->
                 )
             await asyncio.sleep(0)
             session.close()
-            await lost.wait()
+            assert await lost.get() == "p is lost: it is gone from the directory", "why, this router does not know"
         await server.stop()
 
     asyncio.run(run())
