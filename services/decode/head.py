@@ -38,6 +38,7 @@ class DecodeHead(Head):
         super().__init__(context)
         self._scheduler = scheduler
         self._again: asyncio.TimerHandle | None = None
+        self._again_s = 0.0
         self._reserving: dict[str, asyncio.Future[tuple[int, ...]]] = {}
 
     # -- events --
@@ -183,8 +184,17 @@ class DecodeHead(Head):
                 answer.set_result(admission.pages)
         for ticket_id in actions.cancelled:
             self._context.spawn(self._take_back(ticket_id))
-        if actions.again_s is not None and self._again is None:
-            self._again = asyncio.get_running_loop().call_later(actions.again_s - time.monotonic(), self._poll_again)
+        if actions.again_s is not None:
+            self._look_again(actions.again_s)
+
+    def _look_again(self, at_s: float) -> None:
+        """At the earliest time that has been asked for. A timer may be early by its own grain, and asks anew then."""
+        if self._again is not None and self._again_s <= at_s:
+            return
+        if self._again is not None:
+            self._again.cancel()
+        self._again_s = at_s
+        self._again = asyncio.get_running_loop().call_later(at_s - time.monotonic(), self._poll_again)
 
     def _poll_again(self) -> None:
         self._again = None

@@ -31,6 +31,7 @@ def role_parts(config: Config) -> RoleParts:
             schedule_conservativeness=engine.schedule_conservativeness,
             priority_ageing_s=engine.priority_ageing_s,
             yield_s=engine.decode_yield_s,
+            late_issue=engine.late_issue and config.model.device == "cuda",  # on a CPU launches are steps
             room=context.room,
         )
         return DecodeHead(context, scheduler)

@@ -13,15 +13,22 @@ from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 
 PROMPT_TOKENS = 4
 MAX_TOKENS = 200
+STEP_S = 0.01
 
 
 class TimedDecode:
     """A step begins on a stage when that is free, the stage before is through with it and, on the first, the ids that
     it takes are sampled. Times are in steps of one stage: a cycle of the pipeline is as many as there are stages."""
 
-    def __init__(self, num_stages: int, *, running: int) -> None:
+    def __init__(self, num_stages: int, *, running: int, late_issue: bool = False) -> None:
+        """`late_issue` wants `monotonic` to be the clock that the scheduler reads."""
         self.scheduler = DecodeScheduler(
-            num_pages=1 << 11, page_size=16, num_microbatches=num_stages, max_running=128, pp_size=num_stages
+            num_pages=1 << 11,
+            page_size=16,
+            num_microbatches=num_stages,
+            max_running=128,
+            pp_size=num_stages,
+            late_issue=late_issue,
         )
         self.now = 0.0
         self._num_stages = num_stages
@@ -29,6 +36,7 @@ class TimedDecode:
         self._sampled_at: dict[int, float] = {}
         self._results: list[tuple[float, Step]] = []  # in order of time, which is that of the steps
         self.begun: list[tuple[float, Step]] = []  # on the first stage
+        self._again: float | None = None  # when the scheduler wants to be polled
         self._count = 0
         for _ in range(running):
             self.add()
@@ -37,27 +45,40 @@ class TimedDecode:
         """A sequence whose KV and first token come now. Its handle."""
         self._count += 1
         request, ticket = RequestRef(f"r{self._count}", 1), f"t{self._count}"
-        self.scheduler.submit(request, SamplingParams(max_tokens=MAX_TOKENS), PROMPT_TOKENS, ticket)
-        self.scheduler.reserve(ticket, request)
-        self._poll()
+        self.announce(request, ticket)
         self.scheduler.commit(ticket)
         self.scheduler.first_token(request, 7)
         handle = next(s.handle for s in self.scheduler.sequences if s.ticket_id == ticket)
         self._poll()
         return handle
 
+    def announce(self, request: RequestRef, ticket: str) -> None:
+        """Its prompt is being computed from now on."""
+        self.scheduler.submit(request, SamplingParams(max_tokens=MAX_TOKENS), PROMPT_TOKENS, ticket)
+        self.scheduler.reserve(ticket, request)
+        self._poll()
+
+    def monotonic(self) -> float:
+        return self.now * STEP_S
+
     def run_until(self, time: float) -> None:
-        while self._results and self._results[0][0] <= time:
-            self.now, step = self._results.pop(0)
-            self.scheduler.result(step.number, np.full(len(step.rows), 7))
+        while (event := self._next_event()) <= time:
+            self.now = event
+            if self._results and self._results[0][0] <= event:
+                _, step = self._results.pop(0)
+                self.scheduler.result(step.number, np.full(len(step.rows), 7))
             self._poll()
         self.now = time
+
+    def _next_event(self) -> float:
+        times = [self._results[0][0]] if self._results else []
+        return min(times + ([] if self._again is None else [self._again]), default=float("inf"))
 
     def first_step_wait(self) -> float:
         """From now, when a sequence comes, until its first step begins."""
         came, handle = self.now, self.add()
         while not (begun := [at for at, step in self.begun if handle in step.rows[:, HANDLE].tolist()]):
-            self.run_until(self._results[0][0])
+            self.run_until(self._next_event())
         return begun[0] - came
 
     def gaps(self, since: float) -> list[float]:
@@ -69,7 +90,9 @@ class TimedDecode:
         return [later - before for times in begun.values() for before, later in pairwise(times)]
 
     def _poll(self) -> None:
-        for command in self.scheduler.poll().commands:
+        actions = self.scheduler.poll()
+        self._again = None if actions.again_s is None else actions.again_s / STEP_S
+        for command in actions.commands:
             self._run(command)
 
     def _run(self, command: Command) -> None:

@@ -6,7 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from tests.support.timed_pipeline import TimedDecode
+from stagemesh.shared.core.identity import RequestRef
+from stagemesh.shared.engine.schedule import decode
+from stagemesh.shared.engine.schedule.late_issue import GRAIN_S, KNOWN_STEPS, SHARE, LateIssue
+from tests.support.timed_pipeline import STEP_S, TimedDecode
 
 PHASES = 8
 
@@ -49,3 +52,50 @@ def test_a_sequence_that_moves_on_loses_a_turn_and_no_more() -> None:
         sim.add()
     sim.run_until(40)
     assert [gap for gap in sim.gaps(since=18) if gap != 2.0] == [3.0]
+
+
+def late(monkeypatch: pytest.MonkeyPatch, num_stages: int, running: int) -> TimedDecode:
+    """All of `running` decode, and another one's prompt is being computed."""
+    sim = TimedDecode(num_stages, running=0, late_issue=True)
+    monkeypatch.setattr(decode, "time", sim)
+    for _ in range(running):
+        sim.add()
+    sim.run_until(20.01)
+    sim.announce(RequestRef("computed", 1), "computed")
+    return sim
+
+
+@pytest.mark.parametrize(("num_stages", "running"), [(1, 3), (2, 16), (2, 17), (4, 34)])
+def test_while_prompts_come_a_step_is_issued_later_and_begins_no_later(
+    monkeypatch: pytest.MonkeyPatch, num_stages: int, running: int
+) -> None:
+    waits = []
+    for phase in range(PHASES * num_stages):
+        sim = late(monkeypatch, num_stages, running)
+        sim.run_until(24 + phase / PHASES + 0.01)
+        waits.append(sim.first_step_wait())
+        begun = [time for time, _ in sim.begun if time >= 18]
+        assert [later - before for before, later in pairwise(begun)] == [1.0] * (len(begun) - 1)
+    assert max(waits) <= 2 - SHARE + 1 / PHASES
+    assert min(waits) >= 1 - SHARE
+
+
+def test_without_prompts_to_come_no_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    sim = TimedDecode(2, running=0, late_issue=True)
+    monkeypatch.setattr(decode, "time", sim)
+    for _ in range(16):
+        sim.add()
+    sim.run_until(30)
+    assert sim.scheduler.poll().again_s is None
+    assert len(sim.scheduler.issuer.outstanding) == 3
+
+
+def test_a_pipeline_that_has_run_empty_waits_for_nothing_until_it_knows_its_steps_again() -> None:
+    late = LateIssue(enabled=True)
+    for at in range(1 + KNOWN_STEPS):
+        assert late.wait_until(at * STEP_S) is None
+        late.result(at * STEP_S, is_full=True)
+    now_s = KNOWN_STEPS * STEP_S
+    assert late.wait_until(now_s) == pytest.approx(now_s + SHARE * STEP_S, abs=GRAIN_S)
+    late.result(now_s + 2 * STEP_S, is_full=False)
+    assert late.wait_until(now_s + 2 * STEP_S) is None

@@ -31,6 +31,7 @@ from stagemesh.shared.engine.schedule.decode_memory import DecodeMemory
 from stagemesh.shared.engine.schedule.decode_settings import DecodeSettings, StepRoom
 from stagemesh.shared.engine.schedule.decode_state import Asked, DecodeActions, DecodeSequence
 from stagemesh.shared.engine.schedule.decode_steps import DecodeSteps
+from stagemesh.shared.engine.schedule.late_issue import LateIssue
 from stagemesh.shared.engine.schedule.legs import decode_legs
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.engine.schedule.yielding import YieldPolicy
@@ -54,9 +55,11 @@ class DecodeScheduler:
         schedule_conservativeness: float = 1.0,
         priority_ageing_s: float = 10.0,
         yield_s: float = 0.0,
+        late_issue: bool = False,
         room: StepRoom | None = None,
     ) -> None:
-        """`yield_s` is how long steps are held at most for prompts that are being computed. `host_pages` is how many
+        """`yield_s` is how long steps are held at most for prompts that are being computed; with `late_issue` a step
+        that runs ahead is issued a part of a step later while there are some, see there. `host_pages` is how many
         pages of retracted sequences fit into the host memory of every stage. Waiting for `priority_ageing_s` is worth
         one point of priority. `room` bounds what may be set later; None: nothing does. Raises Rejected for a
         conservativeness out of its limits."""
@@ -70,7 +73,7 @@ class DecodeScheduler:
             priority_ageing_s=priority_ageing_s,
         )
         self._steps = DecodeSteps(self._core, run_ahead=run_ahead)
-        self._yielding = YieldPolicy(yield_s)
+        self._yielding, self._late = YieldPolicy(yield_s), LateIssue(enabled=late_issue)
         self.pages, self.issuer, self.stats = self._core.pages, self._core.issuer, self._core.stats
         self.growth = self._core.growth
         self.microbatches, self.sequences = self._core.microbatches, self._core.sequences
@@ -176,6 +179,7 @@ class DecodeScheduler:
 
     def result(self, step_number: int, token_ids: Ints, logprobs: RowLogprobs = NO_LOGPROBS) -> None:
         """The tokens of a step, one a row."""
+        self._late.result(time.monotonic(), is_full=self._steps.is_full)
         step = self.issuer.take_result(step_number)
         handles = step.rows[:, HANDLE].tolist()
         for row, (handle, token_id) in enumerate(zip(handles, token_ids.tolist(), strict=True)):
@@ -202,13 +206,19 @@ class DecodeScheduler:
         self._memory.relieve()
         self._memory.let_in()
         filling = any(s.state is SequenceState.RESERVED and not s.committed for s in self.sequences)
-        holds = self._yielding.holds(time.monotonic(), filling=filling)
-        if not holds:
-            self._steps.issue(self._memory.oldest)
+        again_s = self._issue(filling=filling)
         self._core.flush()
         actions, self._core.actions = self._core.actions, DecodeActions()
-        actions.again_s = self._yielding.again_s if holds else None
+        actions.again_s = again_s
         return actions
+
+    def _issue(self, *, filling: bool) -> float | None:
+        """When to look again, if steps are held."""
+        now_s = time.monotonic()
+        if self._yielding.holds(now_s, filling=filling):
+            return self._yielding.again_s
+        due_s = self._late.wait_until(now_s) if filling else None
+        return None if self._steps.issue(self._memory.oldest, is_due=due_s is None) else due_s
 
     # -- views --
 

@@ -20,18 +20,23 @@ class DecodeSteps:
     def __init__(self, core: DecodeCore, *, run_ahead: int) -> None:
         self._core, self._run_ahead = core, run_ahead
         self._oldest: DecodeSequence | None = None
+        self.is_full = False  # as many steps are out as may be
 
-    def issue(self, oldest: DecodeSequence | None) -> None:
-        """As many steps as may be out."""
+    def issue(self, oldest: DecodeSequence | None, *, is_due: bool = True) -> bool:
+        """As many steps as may be out; the last of those that run ahead only if it `is_due`. False if it was not."""
         self._oldest = oldest
-        while (command := self._next()) is not None:
+        while self._room() > (0 if is_due or not self._run_ahead else 1) and (command := self._next()) is not None:
             self._core.actions.commands.append(command)
+        self.is_full = not self._room()
+        return is_due or self._room() != 1
+
+    def _room(self) -> int:
+        """How many more steps may be out."""
+        active = sum(1 for index in range(len(self._core.microbatches.sizes)) if self._has_work(index))
+        return max(0, active + self._run_ahead - len(self._core.issuer.outstanding))
 
     def _next(self) -> Command | None:
         microbatches = self._core.microbatches
-        active = sum(1 for index in range(len(microbatches.sizes)) if self._has_work(index))
-        if len(self._core.issuer.outstanding) >= active + self._run_ahead:
-            return None
         index = microbatches.next_turn(self._has_work)
         if index is None:
             return None
