@@ -37,7 +37,7 @@ def up(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. [cpu]")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float64 or bfloat16. [float32]")] = None,
-    transfer: Annotated[str | None, typer.Option(help="The transfer backend. [mooncake]")] = None,
+    transfer: Annotated[str | None, typer.Option(help="mooncake or nixl. [mooncake]")] = None,
     num_pages: Annotated[int | None, typer.Option(help="KV pages of each instance.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens of a page. [16]")] = None,
     chunk_size: Annotated[int | None, typer.Option(help="Prompt tokens of a prefill step. [256]")] = None,
