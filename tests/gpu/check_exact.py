@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.answers import SHAPES, Shape, ask_mesh, compare_all
+from tests.gpu.answers import Shape, ask_mesh, compare_all
 from tests.gpu.models import random_mistral
 
 NUM_PROMPTS, NEW_TOKENS = 64, 64
@@ -32,7 +32,7 @@ def likeliest(model: Any, prompt: list[int], made: list[int]) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, Shape(2, 2, transfer="nixl")], ids=str)
+@pytest.mark.parametrize("shape", [Shape(2, 2), Shape(2, 1)], ids=str)  # check_smollm2 has them all
 def test_a_mesh_is_no_further_from_float32_than_the_reference(tmp_path: Path, shape: Shape) -> None:
     from transformers import AutoModelForCausalLM
 
