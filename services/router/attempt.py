@@ -33,13 +33,14 @@ from stagemesh.shared.errors import Retryable, StagemeshError, Unreachable
 PLACEMENT_WAIT_S = 5.0  # for a pair of instances to be there
 SEND_OFF_S = 1.0  # the same, where an instance has been lost
 NEWS_WAIT_S = 0.25  # for the directory to say that an instance has gone
+FIRST_PAUSE_S, MOST_PAUSE_S = 0.1, 1.0  # before it runs where it was lost before: what broke may need a moment
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What an attempt is to make: up to `sampling.max_tokens` tokens after `token_ids`. `arrived_s` (CLOCK_MONOTONIC)
     is when the request came, whichever attempt this is; `recompute`: its KV was there and is lost. `lost_on` are
-    instances that earlier attempts were lost with: others are better, and none is waited for."""
+    instances that earlier attempts, `losses` in number, were lost with: others are better, and none is waited for."""
 
     request_id: str
     sampling: SamplingParams
@@ -48,9 +49,15 @@ class Wanted:
     arrived_s: float = field(default_factory=time.monotonic)
     recompute: bool = False
     lost_on: frozenset[InstanceRef] = frozenset()
+    losses: int = 0
 
     def continued(
-        self, made: Sequence[int], *, recompute: bool, lost_on: frozenset[InstanceRef] = frozenset()
+        self,
+        made: Sequence[int],
+        *,
+        recompute: bool,
+        lost_on: frozenset[InstanceRef] = frozenset(),
+        losses: int = 0,
     ) -> Wanted:
         """What is left once `made` has been: the same tokens follow, since a draw depends on seed and position only."""
         left = dataclasses.replace(
@@ -61,7 +68,9 @@ class Wanted:
             generated=(*self.sampling.generated, *made) if self.sampling.needs_output else (),
         )
         tokens = [*self.token_ids, *made]
-        return dataclasses.replace(self, sampling=left, token_ids=tokens, recompute=recompute, lost_on=lost_on)
+        return dataclasses.replace(
+            self, sampling=left, token_ids=tokens, recompute=recompute, lost_on=lost_on, losses=losses
+        )
 
 
 class Owner(Protocol):
@@ -117,6 +126,8 @@ class Attempt:
         """This view of the directory may lag behind the broker's: a pair that is not there any more when the ticket is
         opened costs no attempt, but a moment in which the news may come."""
         deadline_s = time.monotonic() + (SEND_OFF_S if self.wanted.lost_on else PLACEMENT_WAIT_S)
+        if self.wanted.lost_on and self._was_lost_on(await self._place(mesh)):
+            await asyncio.sleep(pause_s(self.wanted.losses))
         while True:
             placement = await self._place(mesh)
             mesh.changed.clear()
@@ -130,6 +141,10 @@ class Attempt:
             with suppress(TimeoutError):
                 async with asyncio.timeout(NEWS_WAIT_S):
                     await mesh.changed.wait()
+
+    def _was_lost_on(self, placement: Placement) -> bool:
+        infos = (placement.prefill, placement.decode)
+        return any(info is not None and info.ref in self.wanted.lost_on for info in infos)
 
     async def _send_to(self, placement: Placement, mesh: MeshView, tickets: Tickets) -> None:
         wanted = self.wanted
@@ -225,6 +240,11 @@ class Attempt:
         for session in (self._prefill, self._decode):
             if session is not None:
                 session.abort(self.ref)
+
+
+def pause_s(losses: int) -> float:
+    """After so many lost attempts."""
+    return float(min(MOST_PAUSE_S, FIRST_PAUSE_S * 2 ** max(0, losses - 1)))
 
 
 Start = Callable[[Wanted, Owner], Attempt]

@@ -128,7 +128,7 @@ class LiveRequest:
         """The attempt is over, the request is not: the rest is made elsewhere, from the tokens there are."""
         assert self._attempt is not None
         self._attempt.release()
-        wanted = self.wanted.continued(self._made, recompute=recompute, lost_on=lost_on)
+        wanted = self.wanted.continued(self._made, recompute=recompute, lost_on=lost_on, losses=self._lost_attempts)
         if recompute:
             self.recomputed_tokens += len(wanted.token_ids) - 1  # the last one's never was
         self._begin(wanted)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from stagemesh.services.router import attempt
 from stagemesh.services.router.generator import GeneratorService
 from stagemesh.shared.engine.schedule.output import SequenceEnd
 from stagemesh.shared.errors import Retryable
@@ -96,7 +97,33 @@ def test_a_head_may_say_that_its_pair_is_lost_as_often_as_there_are_attempts(
     run(folder, model, work, disturb=at(*range(10, 10 + 2 * times, 2), end=SequenceEnd.LOST), max_attempts=3)
 
 
-def test_a_lost_attempt_goes_to_the_other_pair(folder: Path, model: Path) -> None:
+def test_before_it_runs_where_it_was_lost_there_is_a_pause(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three attempts in a moment are one: what broke is still broken."""
+    seen: list[int] = []
+
+    def no_pause(losses: int) -> float:
+        seen.append(losses)
+        return 0.0
+
+    monkeypatch.setattr(attempt, "pause_s", no_pause)
+
+    async def work(router: GeneratorService, mesh: ToyMesh) -> None:
+        assert (await ask(router, request_of(PROMPT, 30))).token_ids == undisturbed(PROMPT, 30)
+
+    run(folder, model, work, disturb=at(10, 12, end=SequenceEnd.LOST), max_attempts=3)
+    assert seen == [1, 2]
+
+
+def test_pauses_double_up_to_a_bound() -> None:
+    assert [attempt.pause_s(losses) for losses in (1, 2, 3, 9)] == [0.1, 0.2, 0.4, 1.0]
+
+
+def test_a_lost_attempt_goes_to_the_other_pair(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once."""
+    monkeypatch.setattr(attempt, "pause_s", lambda losses: pytest.fail("there is another pair"))
+
     async def work(router: GeneratorService, mesh: ToyMesh) -> None:
         mesh.decode.disturb = at(10, end=SequenceEnd.LOST)
         await ask(router, request_of(PROMPT, 30))
