@@ -14,7 +14,7 @@ import ipaddress
 import socket
 import struct
 import termios
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -57,24 +57,25 @@ class Row:
     inode: int
 
 
-def parse_table(text: str) -> Iterator[Row]:
-    """The content of /proc/net/tcp or tcp6."""
+def parse_table(text: str, states: Collection[int]) -> Iterator[Row]:
+    """The content of /proc/net/tcp or tcp6: the sockets in one of `states`. A busy host has ten thousands in others."""
     for line in text.splitlines()[1:]:
         fields = line.split()
-        yield Row((_end(fields[1]), _end(fields[2])), int(fields[3], 16), int(fields[9]))
+        if (state := int(fields[3], 16)) in states:
+            yield Row((_end(fields[1]), _end(fields[2])), state, int(fields[9]))
 
 
-def host_sockets() -> list[Row]:
+def host_sockets(states: Collection[int]) -> list[Row]:
     rows: list[Row] = []
     for name in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # no such protocol on this host
-            rows += parse_table(Path("/proc/net", name).read_text())
+            rows += parse_table(Path("/proc/net", name).read_text(), states)
     return rows
 
 
 def unsent() -> frozenset[Connection]:
     """Connections of processes of this host that have ended, of which the far end has not acknowledged every byte."""
-    return frozenset(row.connection for row in host_sockets() if not row.inode and row.state in _SENDING)
+    return frozenset(row.connection for row in host_sockets(_SENDING) if not row.inode)
 
 
 def num_unread() -> int:
@@ -90,9 +91,9 @@ def num_unread() -> int:
 async def until_sent() -> None:
     """Returns when this host has sent, and the far ends have, all that the processes held that have ended before the
     call. Whoever called `wait` for one of them knows that it is one of these."""
-    left = unsent()
+    left = await asyncio.to_thread(unsent)  # as are all looks: a table of all sockets is long
     pause_s = FIRST_PAUSE_S
-    while left := left & unsent():
+    while left := left & await asyncio.to_thread(unsent):
         await asyncio.sleep(pause_s)  # the kernel tells nobody
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -100,7 +101,7 @@ async def until_sent() -> None:
 async def until_read() -> None:
     """Returns when no connection of this process is left whose far end is gone."""
     pause_s = FIRST_PAUSE_S
-    while num_unread():
+    while await asyncio.to_thread(num_unread):
         await asyncio.sleep(pause_s)  # the libraries' threads read; they tell nobody
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

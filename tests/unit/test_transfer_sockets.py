@@ -8,9 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
+from stagemesh.shared.transfer import sockets
 from stagemesh.shared.transfer.sockets import (
     TcpState,
     host_sockets,
@@ -47,7 +51,7 @@ def start_sender(port: int) -> subprocess.Popen[bytes]:
 
 
 def test_a_table_of_the_kernel_is_read() -> None:
-    listening, closing, mapped = parse_table(TABLE)
+    listening, closing, mapped = parse_table(TABLE, set(TcpState))
     assert (listening.connection, listening.state, listening.inode) == (
         (("127.0.0.1", 8080), ("0.0.0.0", 0)),
         TcpState.LISTEN,
@@ -55,12 +59,38 @@ def test_a_table_of_the_kernel_is_read() -> None:
     )
     assert (closing.state, closing.inode) == (TcpState.FIN_WAIT1, 0)
     assert mapped.connection == (("127.0.0.1", 8080), ("::1", 80))
+    assert [row.inode for row in parse_table(TABLE, {TcpState.ESTABLISHED})] == [12]
+
+
+@pytest.mark.parametrize(
+    ("look", "nothing", "until"), [("num_unread", 0, until_read), ("unsent", frozenset(), until_sent)]
+)
+def test_a_look_at_the_tables_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, look: str, nothing: object, until: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """On a host with ten thousands of sockets it takes long; a stage that is silent meanwhile would be lost."""
+    loop_runs = threading.Event()
+
+    def looks() -> object:
+        assert loop_runs.wait(10.0), "the loop stands still meanwhile"
+        return nothing
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(until())
+            await asyncio.sleep(0)
+            loop_runs.set()
+
+    monkeypatch.setattr(sockets, look, looks)
+    asyncio.run(run())
 
 
 def test_own_connections_are_in_the_table() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as there:
         connection = (there.getsockname(), there.getpeername())
-        assert [row.state for row in host_sockets() if row.connection == connection] == [TcpState.ESTABLISHED]
+        assert [row.state for row in host_sockets(set(TcpState)) if row.connection == connection] == [
+            TcpState.ESTABLISHED
+        ]
         assert num_unread() == 0
 
 
