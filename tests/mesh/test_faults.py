@@ -133,8 +133,9 @@ def check_one(result: Result) -> None:
     assert not result.outcomes[Outcome.WRONG], result.case
     assert not result.outcomes[Outcome.HANG], result.case
     if result.case.victim != "router":  # nobody else needs to hear of it
-        assert result.outcomes[Outcome.EXACT] == COUNT, result.case
-    assert (result.acted_s is not None) == result.case.is_loss, result.case
+        assert result.outcomes == {Outcome.EXACT: COUNT}, result.case
+    if result.case.target != ACTIVATIONS:  # such a connection may have been cut when it was not used any more
+        assert (result.acted_s is not None) == result.case.is_loss, result.case
     assert result.acted_s is None or result.acted_s < LOST_WITHIN_S, result.case
 
 

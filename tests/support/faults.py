@@ -48,6 +48,10 @@ class Streams:
         self.over = 0
         self.moved = asyncio.Event()  # something has come
 
+    def again(self) -> Streams:
+        """The same requests."""
+        return Streams(self._mesh, self._prompts, self._new_tokens)
+
     async def run(self, name: str) -> None:
         async with Client(self._mesh.router, GENERATOR) as client, asyncio.TaskGroup() as group:
             for at in range(len(self._prompts)):
@@ -249,13 +253,29 @@ async def until_proven(mesh: RunningMesh, group: str, epoch: int | None, broker:
 async def _strike_under_load(mesh: RunningMesh, result: Result, streams: Streams, peers: Mapping[str, str]) -> None:
     case, deaths = result.case, mesh.num_said(died(result.case))
     async with asyncio.TaskGroup() as group:
-        group.create_task(streams.run(f"{case.group}.{time.monotonic_ns()}"))
+        load = group.create_task(streams.run(f"{case.group}.{time.monotonic_ns()}"))
         streams.moved.set()
         result.hit = await strike(mesh, case, streams, peers)
         struck_s = time.monotonic()
-        if result.hit and case.is_loss:
-            await until_acted(mesh, case, peers, deaths + 1)
-            result.acted_s = time.monotonic() - struck_s
+        if not (result.hit and case.is_loss):
+            return
+        acted = group.create_task(until_acted(mesh, case, peers, deaths + 1))
+        if case.target == ACTIVATIONS:  # nobody misses a connection that is not used any more, or is made anew
+            await asyncio.wait({load, acted}, return_when=asyncio.FIRST_COMPLETED)
+            if not acted.done():
+                acted.cancel()
+                return
+        await acted
+        result.acted_s = time.monotonic() - struck_s
+
+
+async def _use(streams: Streams, result: Result, reference: Any) -> None:
+    """The same requests once more, so that a connection is missed that was cut when it was not used."""
+    again = streams.again()
+    await again.run(f"again.{time.monotonic_ns()}")
+    for at in range(len(again.answers)):
+        if (outcome := again.outcome(at, reference)) is not Outcome.EXACT:
+            result.outcomes[outcome] += 1
 
 
 async def run_case(
@@ -265,7 +285,7 @@ async def run_case(
     write in doubt is by itself. Without a hit where no request was ever in that phase."""
     result, began_s = Result(case), time.monotonic()
     start, before, peers = mesh.num_starts(case.group) + 1, mesh.pids, await mesh.peers()
-    epoch = await epoch_of(case.group, peers["broker"]) if case.target == KV else None
+    epoch = await epoch_of(case.group, peers["broker"]) if case.target in (KV, ACTIVATIONS) else None
     for _ in range(LOADS):
         streams = Streams(mesh, prompts, new_tokens)
         await _strike_under_load(mesh, result, streams, peers)
@@ -279,7 +299,11 @@ async def run_case(
     result.errors.update(streams.wrong)
     if case.target == KV:
         result.renewed = await until_proven(mesh, case.group, epoch, peers["broker"])
-    restarted = {case.group} if case.is_loss or result.renewed else set[str]()
+    is_lost = case.is_loss
+    if case.target == ACTIVATIONS:
+        await _use(streams, result, reference)
+        is_lost = await epoch_of(case.group, peers["broker"]) != epoch
+    restarted = {case.group} if is_lost or result.renewed else set[str]()
     for group in restarted:
         await mesh.until_back(group, start)
     await mesh.until_instances(4)
