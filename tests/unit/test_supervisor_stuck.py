@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -70,14 +71,14 @@ def test_who_stands_still_is_killed_and_started_again(tmp_path: Path, name: str,
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("hang", "is not ready (loading) and has done nothing for 1 s"),
+        ("hang", r"is not ready \(\w*\) and has done nothing for 1 s"),  # on a busy host not even its first word came
         ("stop", "is stopped"),
     ],
 )
 def test_who_hangs_before_it_is_ready_ends_the_start(tmp_path: Path, how: str, says: str) -> None:
     with mesh_of(tmp_path, behaviour=f"decode-0/0={how}", environ=limits(quiet_s=1.0, stopped_s=0.5)) as mesh:
         assert mesh.wait() == 1
-    assert f"error: decode-0/0 {says}" in mesh.output
+    assert re.search(f"error: decode-0/0 {says}", mesh.output), mesh.output
     assert "error: decode-0/0 was killed by SIGKILL\n" in mesh.output
 
 
@@ -90,7 +91,7 @@ def test_who_hangs_when_it_is_started_again_is_started_once_more(tmp_path: Path,
         mesh.record()
         kill(mesh, "broker")
         mesh.read_until("broker is back, start 3")
-        assert f"error: broker is not ready (loading) and has {says}" in mesh.output
+        assert re.search(rf"error: broker is not ready \(\w*\) and has {says}", mesh.output), mesh.output
         terminate(mesh)
         assert mesh.wait() == 0
 
