@@ -177,9 +177,23 @@ async def entries_of(mesh: RunningMesh, kind: str) -> list[Entry]:
     found = []
     for address in (await mesh.peers()).values():
         async with Client(address, INSPECT) as client:
-            reply = await client.call("Dump", inspect_pb2.DumpRequest(), timeout_s=10)
-        found += [entry for entry in decode_entries(reply.entries) if entry.kind == kind]
+            found += await entries_at(client, kind)
     return found
+
+
+async def entries_at(client: Client, kind: str) -> list[Entry]:
+    reply = await client.call("Dump", inspect_pb2.DumpRequest(), timeout_s=10)
+    return [entry for entry in decode_entries(reply.entries) if entry.kind == kind]
+
+
+async def stands_still(head: Client) -> None:
+    """Its executor has done all that it could without the next stage."""
+    for _ in range(200):
+        (executor,) = await entries_at(head, "executor")
+        if executor.waits_for.startswith("the ids of step "):
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"the head goes on: {executor}")
 
 
 def test_an_idle_mesh_waits_for_commands_only(mesh: RunningMesh, work: Work) -> None:
@@ -231,11 +245,13 @@ async def decoding(mesh: RunningMesh, count: int) -> AsyncIterator[list[asyncio.
 
 def test_a_stage_that_hangs_is_named_with_what_waits_for_it(mesh: RunningMesh) -> None:
     async def run() -> tuple[list[ProcessDump], list[Answer]]:
-        async with decoding(mesh, 3) as tasks:
+        peers = await mesh.peers()
+        async with decoding(mesh, 3) as tasks, Client(peers["decode-0/0"], INSPECT) as head:
             requests = await entries_of(mesh, "request")
             assert {entry.name.partition("/")[0] for entry in requests} == {"d-0", "d-1", "d-2"}
             assert all(entry.on == ("decode-0",) or entry.state == "answering" for entry in requests)
             with stopped(mesh.pids["decode-0/1"]):  # for less time than it takes a neighbour to give it up
+                await stands_still(head)
                 dumps = await collect(mesh.router, None, timeout_s=STOPPED_S)
         return dumps, [task.result() for task in tasks]
 
