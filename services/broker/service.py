@@ -66,8 +66,9 @@ class BrokerService:
     def __init__(self, config: Config, notifier: Notifier, log: Log) -> None:
         self._config, self._notifier, self._log = config, notifier, log
         self._tracer, self._lag, self._tasks = Tracer("broker"), LagSampler(), Tasks()
-        self._monitor = Monitor(config.metrics, Identity("broker"), self, self._lag)
         self._access = mesh_access(config.tls, log)
+        certificates = {"mesh": self._access.material}
+        self._monitor = Monitor(config.metrics, Identity("broker"), self, self._lag, certificates)
         self._fences = Fences()
         self._name = secrets.token_hex(4)  # of this start
         self._tickets, self._routers = TicketBook(self._name), Routers()

@@ -46,9 +46,10 @@ class RouterService:
     def __init__(self, config: Config, notifier: Notifier, log: Log) -> None:
         self._config, self._notifier, self._log = config, notifier, log
         self._tracer, self._lag, self._tasks = Tracer("router"), LagSampler(), Tasks()
-        self._monitor = Monitor(config.metrics, Identity("router"), self, self._lag)
         self._dial = mesh_access(config.tls, log).dial
         self._listening, self._callers = public_listening(config.tls, log), api_callers(config.auth, log)
+        certificates = {"mesh": self._dial.material, "public": self._listening.material}
+        self._monitor = Monitor(config.metrics, Identity("router"), self, self._lag, certificates)
         self._generator: GeneratorService | None = None
         self._mesh: MeshView | None = None
         self._address: str | None = None

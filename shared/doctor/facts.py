@@ -19,6 +19,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from stagemesh.shared.config import Address, Config
+from stagemesh.shared.doctor.secrets import Secret, look_at_passwords, look_at_secrets
 from stagemesh.shared.errors import StagemeshError
 
 ASK_TIMEOUT_S: Final = 10.0
@@ -66,8 +67,7 @@ class Listen:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What belongs to a deployment is empty without one. `memlock_bytes` None: no limit. `secrets` are keys of the
-    config, what was seen there, and whether it is right."""
+    """What belongs to a deployment is empty without one. `memlock_bytes` None: no limit."""
 
     python: tuple[int, ...]
     modules: Mapping[str, Module]
@@ -85,7 +85,7 @@ class Facts:
     model_error: str = ""
     needed_bytes: int | None = None
     run_dir_error: str = ""
-    secrets: tuple[tuple[str, str, bool], ...] = ()
+    secrets: tuple[Secret, ...] = ()
 
 
 def collect(config: Config | None) -> Facts:
@@ -230,9 +230,7 @@ def _said(ask: Callable[[], Any]) -> tuple[Any, str]:
         return None, str(error)
 
 
-def _secrets(config: Config, listens: Mapping[str, Listen]) -> Iterator[tuple[str, str, bool]]:
-    from stagemesh.shared.doctor.secrets import look_at_passwords, look_at_secrets
-
+def _secrets(config: Config, listens: Mapping[str, Listen]) -> Iterator[Secret]:
     here = [name for name, listen in listens.items() if listen.state in ("free", "in use")]
     yield from look_at_secrets(config, here)
     if (passwords := look_at_passwords(config)) is not None:

@@ -8,6 +8,7 @@ from typing import Final
 from stagemesh.shared.config import Config
 from stagemesh.shared.doctor.facts import Facts, Listen
 from stagemesh.shared.doctor.findings import Finding, fail, ok, warn
+from stagemesh.shared.doctor.secrets import Secret
 
 PYTHONS: Final = ((3, 11), (3, 12))
 LIBRARIES: Final = {
@@ -140,8 +141,8 @@ def _deployment(facts: Facts, config: Config) -> Iterator[Finding]:
         yield _extra(facts, "openai", GATEWAY, "openai.port")
     if config.otel.endpoint:
         yield _extra(facts, "otel", OTEL, "otel.endpoint")
-    for key, seen, is_right in facts.secrets:
-        yield ok(key, seen) if is_right else fail(key, seen, "deploy/security.md tells how they are made")
+    for secret in facts.secrets:
+        yield _secret(secret)
     if facts.model_error:
         yield fail("model", facts.model_error, "put the model at model.path, the same on every host of stages")
     else:
@@ -158,6 +159,14 @@ def _deployment(facts: Facts, config: Config) -> Iterator[Finding]:
         yield fail("run dir", facts.run_dir_error, remedy)
     else:
         yield ok("run dir", config.mesh.run_dir)
+
+
+def _secret(secret: Secret) -> Finding:
+    if not secret.is_right:
+        return fail(secret.key, secret.seen, "deploy/security.md tells how they are made")
+    if secret.is_short:
+        return warn(secret.key, secret.seen, "issue others and put them in their place: running processes take them")
+    return ok(secret.key, secret.seen)
 
 
 def _listen(field: str, listen: Listen) -> Finding:

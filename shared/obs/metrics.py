@@ -230,6 +230,13 @@ KV_CORRUPT = Metric(_C, "kv_corrupt_pieces", "Of those, pieces that were not wha
 LOOP_LAG = Metric(_H, "loop_lag_seconds", "How much later than asked the event loop ran a callback, sampled.", _P)
 LOOP_LAG_MAX = Metric(_G, "loop_lag_max_seconds", "The worst of loop_lag_seconds since the start.", _P)
 INTEGRITY_VIOLATION = Metric(_G, "integrity_violation", "1 if an invariant did not hold when last checked.", _P)
+CERTIFICATE_EXPIRY = Metric(
+    _G,
+    "certificate_expiry_timestamp_seconds",
+    "Unix time at which the first certificate that the process shows, or the last authority that it trusts, expires.",
+    _P,
+    ("side",),
+)
 SAMPLED = Metric(
     _G, "sampled_timestamp_seconds", "Unix time of these samples: it stands still when the event loop does.", _P
 )

@@ -15,9 +15,18 @@ from stagemesh.shared.config import MetricsSection
 from stagemesh.shared.errors import Bug
 from stagemesh.shared.obs.exposition import Exposition, serve_metrics
 from stagemesh.shared.obs.log import Log
-from stagemesh.shared.obs.metrics import INTEGRITY_VIOLATION, LOOP_LAG, LOOP_LAG_MAX, SAMPLED, Identity, Sample
+from stagemesh.shared.obs.metrics import (
+    CERTIFICATE_EXPIRY,
+    INTEGRITY_VIOLATION,
+    LOOP_LAG,
+    LOOP_LAG_MAX,
+    SAMPLED,
+    Identity,
+    Sample,
+)
 from stagemesh.shared.runtime.loop import LagSampler
 from stagemesh.shared.runtime.notify import Notifier
+from stagemesh.shared.security.material import Material
 
 INTERVAL_S: Final = 1.0
 IDLE_CHECK_S: Final = 5.0
@@ -43,10 +52,19 @@ class Measured(Protocol):
 
 
 class Monitor:
-    """`start` serves, `run` samples; both do nothing if metrics are switched off."""
+    """`start` serves, `run` samples; both do nothing if metrics are switched off. `certificates` by which side of the
+    process they are for."""
 
-    def __init__(self, section: MetricsSection, identity: Identity, subject: Measured, lag: LagSampler) -> None:
+    def __init__(
+        self,
+        section: MetricsSection,
+        identity: Identity,
+        subject: Measured,
+        lag: LagSampler,
+        certificates: Mapping[str, Material | None],
+    ) -> None:
         self._section, self._subject, self._lag = section, subject, lag
+        self._certificates = {side: material for side, material in certificates.items() if material is not None}
         self._exposition = Exposition(identity)
         self._violated = False
         self._checked_s = float("-inf")
@@ -93,3 +111,6 @@ class Monitor:
         yield Sample(INTEGRITY_VIOLATION, float(self._violated))
         yield Sample(LOOP_LAG, self._lag.tally.snapshot())
         yield Sample(LOOP_LAG_MAX, self._lag.max_lag_s)
+        for side, material in self._certificates.items():
+            if (end_s := material.current().not_after_s) is not None:
+                yield Sample(CERTIFICATE_EXPIRY, end_s, (side,))

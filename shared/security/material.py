@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from stagemesh.shared.errors import Rejected
 from stagemesh.shared.obs.log import Log
+from stagemesh.shared.security.expiry import describe_end, is_soon, not_after_s
 from stagemesh.shared.security.reloaded import Reloaded, read_file, read_secret
 
 MAX_READS: Final = 5
@@ -28,11 +30,13 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class Pems:
-    """The content of those files. Empty where there is none."""
+    """The content of those files. Empty where there is none. `not_after_s` is the Unix time at which they are of no use
+    any more, None if that is not known."""
 
     cert: bytes = b""
     key: bytes = b""
     ca: bytes = b""
+    not_after_s: float | None = None
 
     def __repr__(self) -> str:
         return "Pems(...)"  # a key is never shown
@@ -44,7 +48,15 @@ class Material(Reloaded[Pems]):
     def __init__(self, files: TlsFiles, log: Log) -> None:
         self.files = files
         paths = [path for path in (files.cert, files.key, files.ca) if path is not None]
-        super().__init__(paths, lambda: read_pems(files), log)
+        super().__init__(paths, lambda: _read_and_warn(files, log), log)
+
+
+def _read_and_warn(files: TlsFiles, log: Log) -> Pems:
+    pems, now_s = read_pems(files), time.time()
+    if pems.not_after_s is not None and is_soon(pems.not_after_s, now_s):
+        said = describe_end(pems.not_after_s, now_s)
+        log.warning("a certificate is to be replaced", files=f"{files.cert}, {files.ca}", expiry=said)
+    return pems
 
 
 def read_pems(files: TlsFiles) -> Pems:
@@ -53,7 +65,7 @@ def read_pems(files: TlsFiles) -> Pems:
         pems = _read(files)
         fill_context(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), files)
         if pems == _read(files):  # what was checked is what was read
-            return pems
+            return replace(pems, not_after_s=not_after_s(pems.cert, pems.ca))
     raise Rejected(_field(files.section, "cert_file"), "its files are being changed all the time")
 
 

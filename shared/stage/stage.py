@@ -66,8 +66,9 @@ class StageService:
         self._notifier, self._on_stop, self._log = notifier, on_stop, log
         self._tracer = Tracer(f"{instance}/{pp_rank}")
         self._lag, self._tasks = LagSampler(), Tasks()
-        self._monitor = Monitor(config.metrics, Identity(self._instance.role, instance, pp_rank), self, self._lag)
         self._access = mesh_access(config.tls, log)
+        identity, certificates = Identity(self._instance.role, instance, pp_rank), {"mesh": self._access.material}
+        self._monitor = Monitor(config.metrics, identity, self, self._lag, certificates)
         self._started_s = time.monotonic()
         self._life: StageLife | None = None
         self._life_stack = AsyncExitStack()

@@ -14,7 +14,7 @@ from cryptography.x509.oid import NameOID
 
 from stagemesh.shared.security.material import TlsFiles
 
-VALID = timedelta(days=2)
+VALID = timedelta(days=30)
 EXPIRED = timedelta(days=-1)
 
 
@@ -38,10 +38,10 @@ class Issued:
 class Authority:
     """Signs for loopback."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, valid: timedelta = VALID) -> None:
         name = f"{name} authority"
         key = ec.generate_private_key(ec.SECP256R1())
-        self._own = Issued(_build(name, key, name, key, VALID, authority=True), key)
+        self._own = Issued(_build(name, key, name, key, valid, authority=True), key)
         self._name = name
 
     @property

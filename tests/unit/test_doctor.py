@@ -8,6 +8,8 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ from stagemesh.shared.config.local import LocalLayout, local_document
 from stagemesh.shared.doctor.facts import Facts, Gpu, Listen, Module, collect, parse_gpus
 from stagemesh.shared.doctor.findings import Finding, State
 from stagemesh.shared.doctor.judge import judge
-from stagemesh.shared.doctor.secrets import UNSEEN, look_at_passwords, look_at_secrets
-from tests.support.certificates import Authority
+from stagemesh.shared.doctor.secrets import UNSEEN, Secret, look_at_passwords, look_at_secrets
+from tests.support.certificates import EXPIRED, Authority, write_files
 from tests.support.mesh import ROOT
 
 STAGE = "instance[0].stages[0]"
@@ -82,7 +84,7 @@ def test_a_host_that_is_well_needs_nothing(given: Config | None) -> None:
         ({"modules": {**WELL.modules, "mooncake.engine": GONE}}, CPU, "transfer engine (mooncake)", "stagemesh[cpu]"),
         ({"modules": {**WELL.modules, "smg": GONE}}, OPENAI, "openai", "stagemesh[openai]"),
         ({"modules": {**WELL.modules, "opentelemetry.sdk.trace.export": GONE}}, OTEL, "otel", "stagemesh[otel]"),
-        ({"secrets": (("tls", "cannot read /c", False),)}, CPU, "tls", "deploy/security.md"),
+        ({"secrets": (Secret("tls", "cannot read /c", False),)}, CPU, "tls", "deploy/security.md"),
         ({"libraries": {"libnuma.so.1": True}}, CPU, "libraries", "apt-get install libibverbs1 librdmacm1"),
         ({}, CUDA, "torch", "stagemesh[cu13]"),
         ({"torch_cuda": "13.0"}, CUDA, "gpus", "NVIDIA driver"),
@@ -199,8 +201,8 @@ def rights(path: Path) -> list[bool]:
     """Of SECRETS."""
     given = look_at_config(path, {})
     found = [*look_at_secrets(given, ["router.listen"]), look_at_passwords(given)]
-    assert [key for key, _, _ in filter(None, found)] == [*SECRETS]
-    return [is_right for _, _, is_right in filter(None, found)]
+    assert [secret.key for secret in filter(None, found)] == [*SECRETS]
+    return [secret.is_right for secret in filter(None, found)]
 
 
 def test_certificates_keys_and_passwords_that_are_not_there_are_found_before_the_start(tmp_path: Path) -> None:
@@ -218,13 +220,35 @@ def test_certificates_keys_and_passwords_that_are_not_there_are_found_before_the
     assert rights(path) == [False, True, True], "the key is another certificate's"
     (tmp_path / "mesh.key").write_bytes(issued.key_pem)
     assert rights(path) == [True, True, True]
-    assert [key for key, _, _ in look_at_secrets(look_at_config(path, {}), [])] == ["tls"], "no router is here"
+    assert [secret.key for secret in look_at_secrets(look_at_config(path, {}), [])] == ["tls"], "no router is here"
+
+
+@pytest.mark.parametrize(
+    ("valid", "state", "said"),
+    [
+        (timedelta(days=300), State.OK, "in 299 days"),
+        (timedelta(days=5), State.WARN, "in 4 days"),
+        (EXPIRED, State.FAIL, "has expired"),
+    ],
+)
+def test_a_certificate_that_expires_soon_is_a_warning_and_one_that_has_is_a_failure(
+    valid: timedelta, state: State, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text(SECURE_TOML.format(folder=tmp_path, key=tmp_path / "mesh.key"))
+    authority = Authority("mesh", timedelta(days=1000))
+    write_files(tmp_path, authority.issue("mesh", valid), authority.pem)
+    given = look_at_config(path, {})
+    (seen,) = look_at_secrets(given, [])
+    assert said in seen.seen
+    (found,) = [finding for finding in judge(replace(WELL, secrets=(seen,)), given) if finding.subject == "tls"]
+    assert found.state is state
 
 
 def test_credentials_of_a_unit_are_left_to_it(tmp_path: Path) -> None:
     path = tmp_path / "mesh.toml"
     path.write_text(SECURE_TOML.format(folder=tmp_path, key="credential:host.key"))
-    assert ("tls", UNSEEN, True) in look_at_secrets(look_at_config(path, {}), [])
+    assert Secret("tls", UNSEEN, True) in look_at_secrets(look_at_config(path, {}), [])
 
 
 def test_what_a_deployment_names_is_among_the_findings(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,7 +28,9 @@ from stagemesh.shared.runtime.loop import LagSampler
 from stagemesh.shared.runtime.monitor import BUSY_CHECK_S, IDLE_CHECK_S, Monitor
 from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.notify_socket import NotifySocket
+from stagemesh.shared.security.material import Material
 from stagemesh.shared.stage.occupancy import Activity, Occupancy
+from tests.support.certificates import EXPIRED, Authority, write_files
 from tests.support.scrape import Scrape, fetch
 
 DECLARED = [value for value in vars(metrics).values() if isinstance(value, Metric)]
@@ -174,7 +177,7 @@ class Subject:
 
 
 def monitor_of(subject: Subject, **section: object) -> Monitor:
-    return Monitor(MetricsSection(**section), Identity("broker"), subject, LagSampler())  # type: ignore[arg-type]
+    return Monitor(MetricsSection(**section), Identity("broker"), subject, LagSampler(), {})  # type: ignore[arg-type]
 
 
 def test_a_monitor_tells_where_it_serves_and_what_it_samples(tmp_path: Path) -> None:
@@ -199,6 +202,28 @@ def test_a_monitor_tells_where_it_serves_and_what_it_samples(tmp_path: Path) -> 
     assert seen.value("loop_lag_seconds_count") == 0
     notifier.close()
     listener.close()
+
+
+def test_a_monitor_tells_until_when_certificates_are_good_also_of_those_that_come_later(tmp_path: Path) -> None:
+    authority = Authority("mesh", timedelta(days=9))
+    files = write_files(tmp_path, authority.issue("first", timedelta(days=3)), authority.pem)
+    certificates = {"mesh": Material(files, configure("broker")), "public": None}
+    monitor = Monitor(MetricsSection(), Identity("broker"), Subject(), LagSampler(), certificates)
+
+    async def days_left() -> dict[str, int]:
+        async with AsyncExitStack() as stack:
+            await monitor.start(stack, Notifier(None), configure("broker"))
+            monitor.sample(0.0)
+            seen = Scrape(await asyncio.to_thread(fetch, monitor.address))
+        ends = seen.of("certificate_expiry_timestamp_seconds", "side")
+        return {side: round((end_s - time.time()) / 86400) for side, end_s in ends.items()}
+
+    assert asyncio.run(days_left()) == {"mesh": 3}
+    write_files(tmp_path, authority.issue("second", timedelta(days=20)), authority.pem)
+    assert asyncio.run(days_left()) == {"mesh": 9}, "then the authority is the first to go"
+    older = Authority("mesh", EXPIRED)
+    write_files(tmp_path, authority.issue("third", timedelta(days=2)), older.pem + authority.pem)
+    assert asyncio.run(days_left()) == {"mesh": 2}, "of several authorities one is enough"
 
 
 def test_integrity_is_checked_often_when_idle_and_seldom_when_busy() -> None:
