@@ -118,6 +118,9 @@ def find_target(
         return Target(section.url, name, bus_access(section, role_on_nats, material, files.server_name))
 
     if ready_file is not None:
+        from stagemesh.shared.runtime.ready import read_ready
+
+        read_ready(ready_file)  # of a mesh that runs
         try:
             record = json.loads(ready_file.read_text())
             section = NatsSection(url=record["nats"], credentials_dir=record["nats_credentials"] or credentials)
@@ -240,16 +243,21 @@ async def _watch(target: Target, *, as_json: bool) -> None:
     from stagemesh.shared.bus.events import Gaps, events_subject, read_event
     from stagemesh.shared.cli.tables import event_line
 
-    gaps = Gaps()
+    gaps, reader_gone = Gaps(), asyncio.Event()
 
     def heard(subject: str, payload: bytes) -> None:
         event = read_event(payload)
         if missed := gaps.note(event):
             print(f"{missed} events are missing here", file=sys.stderr, flush=True)
-        print(payload.decode() if as_json else event_line(event), flush=True)
+        try:
+            print(payload.decode() if as_json else event_line(event), flush=True)
+        except BrokenPipeError:
+            reader_gone.set()
 
     async with _bus(target) as bus:
         await bus.subscribe(events_subject(target.mesh, ">"), heard)
         print(f"listening to {events_subject(target.mesh, '>')}", file=sys.stderr, flush=True)
         async with asyncio.TaskGroup() as group:
             group.create_task(bus.run())
+            await reader_gone.wait()
+            raise BrokenPipeError

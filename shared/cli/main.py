@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -45,12 +46,16 @@ def make_app() -> typer.Typer:
 
 def main(*command: str) -> None:
     """Entry point; `command` goes before the arguments of the process. Exits with 0, or 1 for a failure and 2 for what
-    was refused, with a line on stderr."""
+    was refused, with a line on stderr. Whoever reads its output may stop reading, as `head` does: a failure without
+    words."""
     try:
         make_app()([*command, *sys.argv[1:]], prog_name="stagemesh")
     except (StagemeshError, ExceptionGroup) as error:
-        from stagemesh.shared.runtime.exits import report_failure
+        from stagemesh.shared.runtime.exits import EXIT_FAILED, report_failure
 
+        if isinstance(error, ExceptionGroup) and error.split(BrokenPipeError)[1] is None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is in its buffer goes nowhere
+            sys.exit(EXIT_FAILED)
         sys.exit(report_failure(error))
 
 

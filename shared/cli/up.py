@@ -56,8 +56,8 @@ def up(
     Returns when it is told to stop (Ctrl-C, SIGTERM) and has drained.
     """
     from stagemesh.shared.cli.model_check import check_model
-    from stagemesh.shared.runtime.gateway_plan import check_installed
     from stagemesh.shared.runtime.options import Limits, UpOptions
+    from stagemesh.shared.runtime.preflight import check_engine, check_gateway, check_ports
     from stagemesh.shared.runtime.reporter import Reporter
     from stagemesh.shared.runtime.supervisor import supervise
 
@@ -88,7 +88,9 @@ def up(
         raise Rejected("ready_file", f"its directory {ready_file.absolute().parent} does not exist")
     with ExitStack() as stack:
         effective = _effective_config(stack, config, run_dir, layout, given)
-        check_installed(effective)
+        check_engine(effective)
+        check_gateway(effective)
+        check_ports(effective)
         check_model(effective)
         options = UpOptions(
             config=effective,

@@ -1,5 +1,5 @@
 """The gateway that speaks OpenAI's HTTP in front of the router: where it listens, and how it is started. Pure, but for
-what is installed and which ports are free.
+which ports are free.
 
 It serves one router, which knows better than it whom to refuse, and when: what a gateway does about several workers,
 some of them ill, is switched off.
@@ -8,19 +8,17 @@ some of them ill, is switched off.
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Final
 
 from stagemesh.shared.config import Config, parse_address
 from stagemesh.shared.config.hosts import LOOPBACK, is_wildcard
 from stagemesh.shared.errors import Rejected
 from stagemesh.shared.runtime.plan import ProcessSpec
+from stagemesh.shared.runtime.preflight import usable_port
 
 NAME: Final = "openai"
-PACKAGES: Final = ("smg", "smg_grpc_proto")
 NEVER_S: Final = 1_000_000_000
 JSON_GROWTH: Final = 6  # bytes of JSON for one of text, at most
 OVERHEAD_BYTES: Final = 1 << 20  # of a body: schemas, tools
@@ -52,13 +50,6 @@ def gateway_process(config: Config) -> ProcessSpec | None:
     return None if port is None else ProcessSpec(NAME, "openai", None, None, f"{LOOPBACK}:{port}")
 
 
-def check_installed(config: Config) -> None:
-    """Raises Rejected, saying what to install, if a gateway is asked for that is not there."""
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if config.openai.port is not None and missing:
-        raise Rejected("openai.port", f"needs {' and '.join(missing)}: pip install 'stagemesh[openai]'")
-
-
 def gateway_place(config: Config) -> GatewayPlace:
     """With free ports where the config leaves them open. Raises Rejected."""
     if config.openai.port is None:
@@ -74,19 +65,6 @@ def gateway_place(config: Config) -> GatewayPlace:
     metrics_host = config.metrics.host if config.metrics.enabled else LOOPBACK
     metrics_port = usable_port(config.metrics.port, metrics_host, "metrics.port")
     return GatewayPlace(port, metrics_host, metrics_port, f"{host}:{router.port}", config.model.served_name)
-
-
-def usable_port(port: int, host: str, field: str) -> int:
-    """`port`, or any that is free for 0. Raises Rejected if somebody has it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host.strip("[]"), port))
-        except OSError as error:
-            raise Rejected(field, f"cannot listen on {host}:{port}: {error.strerror}") from None
-        found: int = probe.getsockname()[1]
-        return found
 
 
 def gateway_arguments(config: Config, place: GatewayPlace) -> Sequence[str]:

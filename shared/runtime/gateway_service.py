@@ -21,8 +21,9 @@ from stagemesh.shared.errors import PeerLost
 from stagemesh.shared.obs.log import Log, choose_form, configure
 from stagemesh.shared.runtime import smg_process
 from stagemesh.shared.runtime.foreign import end_stopped
-from stagemesh.shared.runtime.gateway_plan import GatewayPlace, check_installed, gateway_arguments, gateway_place
+from stagemesh.shared.runtime.gateway_plan import GatewayPlace, gateway_arguments, gateway_place
 from stagemesh.shared.runtime.notify import Notifier
+from stagemesh.shared.runtime.preflight import check_gateway
 from stagemesh.shared.runtime.service import Child, run_to_end
 
 ANSWER_TIMEOUT_S: Final = 2.0
@@ -171,7 +172,7 @@ async def _end(process: Process) -> None:
 
 def run(config: Config, instance: str | None = None, pp_rank: int | None = None) -> None:
     """Runs the gateway of the deployment until told to stop."""
-    check_installed(config)
+    check_gateway(config)
     place = gateway_place(config)
     log = configure("openai", form=choose_form(os.environ, sys.stderr))
     notifier = Notifier.from_environ(os.environ)

@@ -231,6 +231,21 @@ def test_the_command_line_does_the_same(mesh: RunningMesh) -> None:
     assert "max_running: must be a whole number in 1..8" in refused.stderr
 
 
+def test_who_watches_ends_when_nobody_reads_any_more(mesh: RunningMesh) -> None:
+    command = [sys.executable, "-m", "stagemesh.shared.cli.main", "admin", "watch", "--nats", str(mesh.record["nats"])]
+    with subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": ".ns"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as watching:
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        assert watching.stderr.readline().startswith(b"listening to ")
+        assert cli(mesh, "instance.drain", "prefill-0").returncode == 0
+        assert b"drained" in watching.stdout.readline()
+        watching.stdout.close()  # as `head -1` does
+        assert cli(mesh, "instance.resume", "prefill-0").returncode == 0
+        assert (watching.wait(timeout=30), watching.stderr.read()) == (1, b"")
+
+
 def test_top_shows_the_mesh_as_it_runs(mesh: RunningMesh) -> None:
     async def look() -> str:
         async with Client(mesh.router, GENERATOR) as client, asyncio.TaskGroup() as group:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,10 @@ from stagemesh.shared.config import Config, build_config
 from stagemesh.shared.config.local import LocalLayout, local_document
 from stagemesh.shared.config.sections import ModelSection
 from stagemesh.shared.errors import Rejected
-from stagemesh.shared.runtime import gateway_plan
 from stagemesh.shared.runtime.gateway_plan import (
-    check_installed,
     gateway_arguments,
     gateway_place,
     gateway_process,
-    usable_port,
 )
 
 
@@ -48,29 +44,12 @@ def test_a_router_that_listens_everywhere_is_called_here() -> None:
     assert gateway_place(config).router == "127.0.0.1:8470"
 
 
-def test_a_port_that_is_taken_is_refused_by_name() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(Rejected, match=rf"openai\.port: cannot listen on 127\.0\.0\.1:{port}"):
-            usable_port(port, "127.0.0.1", "openai.port")
-
-
 def test_there_is_none_unless_it_is_asked_for() -> None:
     assert gateway_process(config_of(None)) is None
     assert (spec := gateway_process(config_of(8000))) is not None
     assert (spec.name, spec.address) == ("openai", "127.0.0.1:8000")
     with pytest.raises(Rejected, match=r"openai\.port: is not set"):
         gateway_place(config_of(None))
-
-
-def test_what_is_not_installed_is_named_if_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_installed(config_of())
-    monkeypatch.setattr(gateway_plan, "PACKAGES", ("smg", "no_such_package"))
-    check_installed(config_of(None))
-    with pytest.raises(Rejected, match=r"openai\.port: needs no_such_package: pip install 'stagemesh\[openai\]'"):
-        check_installed(config_of())
 
 
 @pytest.mark.parametrize(
