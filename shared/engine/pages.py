@@ -106,9 +106,10 @@ class PageAllocator:
 
     def check_integrity(self) -> None:
         """Raises Bug unless every page is in exactly one place."""
-        quarantined = [page for pages in self._quarantined.values() for page in pages]
-        held = [*self._free, *self._used, *self._cached, *quarantined]
-        if sorted(held) != list(range(self.num_pages)):
+        different = self._used.union(self._free, self._cached, *self._quarantined.values())
+        counted = self.num_free + self.num_used + self.num_cached + self.num_quarantined
+        within = min(different) >= 0 and max(different) < self.num_pages
+        if not len(different) == counted == self.num_pages or not within:
             raise Bug(f"pages do not add up: {self!r}")
 
     def __repr__(self) -> str:

@@ -135,7 +135,11 @@ class PrefixTree:
         if {node for node in nodes if not node.users} != turn.keys() or len(turn) != self._pages.num_cached:
             raise Bug(f"{len(turn)} pages of the prefix tree are idle, {self._pages.num_cached} are cached")
         for node in nodes:
-            if sum(child.users for child in node.children.values()) > node.users:
+            users, last = 0, -1  # of those after it, which are few: no generators
+            for child in node.children.values():
+                users += child.users
+                last = max(last, turn.get(child, -1))
+            if users > node.users:
                 raise Bug(f"page {node.page} has {node.users} users, fewer than those after it")
-            if node in turn and any(turn[child] > turn[node] for child in node.children.values()):
+            if not node.users and last > turn[node]:
                 raise Bug(f"page {node.page} would be evicted before one after it")

@@ -25,7 +25,7 @@ from stagemesh.shared.obs.log import configure
 from stagemesh.shared.obs.metrics import Identity, Kind, Metric, Sample, Scope, by_label
 from stagemesh.shared.obs.tally import INFINITY, Tally
 from stagemesh.shared.runtime.loop import LagSampler
-from stagemesh.shared.runtime.monitor import BUSY_CHECK_S, IDLE_CHECK_S, Monitor
+from stagemesh.shared.runtime.monitor import BUSY_CHECK_S, CHECK_SHARE, IDLE_CHECK_S, Monitor
 from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.notify_socket import NotifySocket
 from stagemesh.shared.security.material import Material
@@ -238,6 +238,20 @@ def test_integrity_is_checked_often_when_idle_and_seldom_when_busy() -> None:
         (IDLE_CHECK_S + BUSY_CHECK_S + 0.5, 1, 3),
     ):
         subject.num_held = num_held
+        monitor.sample(now_s)
+        assert subject.num_checks == num_checks, now_s
+
+
+def test_what_takes_long_to_check_is_checked_less_often() -> None:
+    class Large(Subject):
+        def check_integrity(self) -> None:
+            super().check_integrity()
+            time.sleep(0.02)
+
+    subject = Large()
+    monitor = monitor_of(subject)
+    pause_s = 0.02 / CHECK_SHARE
+    for now_s, num_checks in ((0.0, 1), (IDLE_CHECK_S, 1), (pause_s - 1, 1), (1000 * pause_s, 2)):
         monitor.sample(now_s)
         assert subject.num_checks == num_checks, now_s
 
