@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from stagemesh.shared.runtime.restarts import MAX_FALLS, WITHIN_S
 from tests.mesh.test_exact_tiny import CHUNK, PAGE, load_reference, prompts
 from tests.mesh.test_recovery import LOST_WITHIN_S
 from tests.support.chaos import Chaos, Record
@@ -46,8 +49,7 @@ REACHED = {
 
 
 def matrix(seed: int) -> list[Case]:
-    """All cases once, in an order that spreads each process's over the whole: what dies too often in a minute takes the
-    mesh down."""
+    """All cases once, in an order that spreads each process's over the whole, so that few of them have to wait."""
     rng = random.Random(seed)
     sides = iter([side for _ in range(len(Phase) * 20) for side in rng.sample((0, 1), 2)])  # as often one as the other
     blows = (Blow.KILL, Blow.STOP)
@@ -114,12 +116,31 @@ def shared_mesh(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterat
 
 async def run_cases(mesh: RunningMesh, reference: Any, cases: Sequence[Case], seed: int) -> list[Result]:
     """One after the other; each finds the mesh whole."""
-    results, wanted = [], prompts(COUNT, reference.config.vocab_size)
+    results, wanted, falls = [], prompts(COUNT, reference.config.vocab_size), Falls()
     for number, case in enumerate(cases):
         random.Random(f"{seed}/{number}").shuffle(wanted)
+        await asyncio.sleep(falls.pause_s(case.group, time.monotonic()))
         results.append(await run_case(mesh, case, reference, wanted, NEW_TOKENS))
+        if case.is_loss or results[-1].renewed:
+            falls.note(case.group, time.monotonic())
         print(results[-1].row(), flush=True)
     return results
+
+
+class Falls:
+    """When each group was started again: `up` gives a mesh up of which one falls too often in too short a time, as fast
+    hosts get through the cases."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_FALLS - 1))
+
+    def note(self, group: str, now_s: float) -> None:
+        self._ends[group].append(now_s)
+
+    def pause_s(self, group: str, now_s: float) -> float:
+        """Until it may fall once more."""
+        ends = self._ends[group]
+        return max(0.0, ends[0] + WITHIN_S - now_s) if len(ends) == MAX_FALLS - 1 else 0.0
 
 
 def check(results: Sequence[Result]) -> None:
