@@ -120,13 +120,9 @@ def find_target(
     if ready_file is not None:
         from stagemesh.shared.runtime.ready import read_ready
 
-        read_ready(ready_file)  # of a mesh that runs
-        try:
-            record = json.loads(ready_file.read_text())
-            section = NatsSection(url=record["nats"], credentials_dir=record["nats_credentials"] or credentials)
-            return reached(section, record["mesh"])
-        except (OSError, ValueError, KeyError) as error:
-            raise Rejected("ready_file", f"{ready_file} is no ready file of `stagemesh up`: {error}") from None
+        record = read_ready(ready_file)
+        folder = record.nats_credentials or credentials
+        return reached(NatsSection(url=record.nats, credentials_dir=folder), record.mesh)
     if config is not None:
         import os
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import errno
 import os
 import resource
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -18,9 +16,10 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from stagemesh.shared.config import Address, Config
+from stagemesh.shared.config import Config
 from stagemesh.shared.doctor.secrets import Secret, look_at_passwords, look_at_secrets
 from stagemesh.shared.errors import StagemeshError
+from stagemesh.shared.runtime.preflight import port_state
 
 ASK_TIMEOUT_S: Final = 10.0
 MODULES: Final = {
@@ -113,7 +112,7 @@ def collect(config: Config | None) -> Facts:
 def _of_deployment(config: Config, *, can_compute: bool) -> dict[str, Any]:
     from stagemesh.shared.config.check import addresses
 
-    listens = {name: _listen(address) for name, address in addresses(config)}
+    listens = {name: Listen(str(address), port_state(address)) for name, address in addresses(config)}
     to_start = [name for name, listen in listens.items() if listen.state == "free"]  # what runs has its memory
     model, model_error = _model(config)
     needed = None
@@ -196,24 +195,6 @@ def _nats_answers(url: str) -> bool:
 
     parts = urlsplit(url)
     return bool(parts.hostname) and asyncio.run(answers(parts.hostname or "", parts.port or DEFAULT_PORT))
-
-
-def _listen(address: Address) -> Listen:
-    if address.path:
-        return Listen(str(address), "in use" if Path(address.path).exists() else "free")
-    try:
-        found = socket.getaddrinfo(address.host.strip("[]"), address.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return Listen(str(address), f"cannot be resolved ({error})")
-    family, kind, protocol, _, place = found[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(place)
-        except OSError as error:
-            states = {errno.EADDRINUSE: "in use", errno.EADDRNOTAVAIL: "elsewhere"}
-            return Listen(str(address), states.get(error.errno or 0, error.strerror or str(error)))
-    return Listen(str(address), "free")
 
 
 def _model(config: Config) -> tuple[Any, str]:

@@ -9,6 +9,7 @@ from stagemesh.shared.config import Config
 from stagemesh.shared.doctor.facts import Facts, Listen
 from stagemesh.shared.doctor.findings import Finding, fail, ok, warn
 from stagemesh.shared.doctor.secrets import Secret
+from stagemesh.shared.runtime.preflight import GATEWAY
 
 PYTHONS: Final = ((3, 11), (3, 12))
 LIBRARIES: Final = {
@@ -17,7 +18,6 @@ LIBRARIES: Final = {
     "libnuma.so.1": "libnuma1",
 }
 """Debian's package of each: the transfer engine is linked to them, with RDMA hardware or without."""
-GATEWAY: Final = ("smg", "smg_grpc_proto")
 OTEL: Final = ("opentelemetry.sdk.trace.export", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
 ENGINES: Final = {"mooncake": "mooncake.engine", "nixl": "nixl._api"}
 MIN_OPEN_FILES: Final = 4096  # a router with a thousand clients, and as much again

@@ -8,6 +8,7 @@ some of them ill, is switched off.
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -16,7 +17,6 @@ from stagemesh.shared.config import Config, parse_address
 from stagemesh.shared.config.hosts import LOOPBACK, is_wildcard
 from stagemesh.shared.errors import Rejected
 from stagemesh.shared.runtime.plan import ProcessSpec
-from stagemesh.shared.runtime.preflight import usable_port
 
 NAME: Final = "openai"
 NEVER_S: Final = 1_000_000_000
@@ -65,6 +65,19 @@ def gateway_place(config: Config) -> GatewayPlace:
     metrics_host = config.metrics.host if config.metrics.enabled else LOOPBACK
     metrics_port = usable_port(config.metrics.port, metrics_host, "metrics.port")
     return GatewayPlace(port, metrics_host, metrics_port, f"{host}:{router.port}", config.model.served_name)
+
+
+def usable_port(port: int, host: str, field: str) -> int:
+    """`port`, or any that is free for 0. Raises Rejected if somebody has it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            raise Rejected(field, f"cannot listen on {host}:{port}: {error.strerror}") from None
+        found: int = probe.getsockname()[1]
+        return found
 
 
 def gateway_arguments(config: Config, place: GatewayPlace) -> Sequence[str]:

@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Final
 
 from stagemesh.shared.config import Address, Config, parse_address
@@ -14,6 +15,7 @@ from stagemesh.shared.config.check import addresses
 from stagemesh.shared.config.hosts import LOOPBACK, listen_address
 from stagemesh.shared.errors import Rejected
 
+FREE, IN_USE, ELSEWHERE = "free", "in use", "elsewhere"
 GATEWAY: Final = ("smg", "smg_grpc_proto")
 ENGINES: Final = {"mooncake": ("mooncake", "cpu] or [cu13"), "nixl": ("nixl", "nixl")}
 """The package of each transfer backend, and the extra that brings it."""
@@ -35,39 +37,28 @@ def check_engine(config: Config) -> None:
 
 def check_ports(config: Config) -> None:
     """Of all processes, which are to run here. Raises Rejected, naming the key, if somebody listens there."""
+    places = [(field, parse_address(listen_address(config, str(at)), field)) for field, at in addresses(config)]
     if config.openai.port is not None:
-        usable_port(config.openai.port, LOOPBACK, "openai.port")
-    for field, address in addresses(config):
-        listening = parse_address(listen_address(config, str(address)), field)
-        if not address.path and _is_taken(listening):
-            raise Rejected(field, f"cannot listen on {listening}: {os.strerror(errno.EADDRINUSE)}")
+        places.append(("openai.port", Address(LOOPBACK, config.openai.port)))
+    for field, address in places:
+        if not address.path and port_state(address) == IN_USE:
+            raise Rejected(field, f"cannot listen on {address}: {os.strerror(errno.EADDRINUSE)}")
 
 
-def usable_port(port: int, host: str, field: str) -> int:
-    """`port`, or any that is free for 0. Raises Rejected if somebody has it."""
-    with socket.socket(_family(host)) as probe:
+def port_state(address: Address) -> str:
+    """FREE, IN_USE, ELSEWHERE, or what is wrong with the address."""
+    if address.path:
+        return IN_USE if Path(address.path).exists() else FREE
+    try:
+        found = socket.getaddrinfo(address.host.strip("[]"), address.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return f"cannot be resolved ({error})"
+    family, kind, protocol, _, place = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            _bind(probe, host, port)
+            probe.bind(place)
         except OSError as error:
-            raise Rejected(field, f"cannot listen on {host}:{port}: {error.strerror}") from None
-        found: int = probe.getsockname()[1]
-        return found
-
-
-def _is_taken(address: Address) -> bool:
-    """What else may be wrong with it is for the process itself to say."""
-    with socket.socket(_family(address.host)) as probe:
-        try:
-            _bind(probe, address.host, address.port)
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
-    return False
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _bind(probe: socket.socket, host: str, port: int) -> None:
-    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    probe.bind((host.strip("[]"), port))
+            states = {errno.EADDRINUSE: IN_USE, errno.EADDRNOTAVAIL: ELSEWHERE}
+            return states.get(error.errno or 0, error.strerror or str(error))
+    return FREE

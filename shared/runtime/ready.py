@@ -29,6 +29,9 @@ class ReadyRecord(Struct, frozen=True):
     """What other programs need of a ready file."""
 
     router: str
+    nats: str
+    nats_credentials: str
+    mesh: str
     run_dir: str
     pid: int
     pid_started: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from stagemesh.shared.cli.admin import Target, find_target
 from stagemesh.shared.config import look_at_config
 from stagemesh.shared.config.address import check_bus_url
 from stagemesh.shared.errors import Rejected
+from stagemesh.shared.runtime.ready import process_start
 from tests.support.mesh import ROOT
 
 
@@ -121,6 +123,18 @@ def test_what_is_no_address_of_a_bus_is_refused(url: str) -> None:
         target(nats=url)
     with pytest.raises(Rejected, match=r"nats\.url: expected"):
         check_bus_url(url, "nats.url")
+
+
+def test_a_ready_file_says_where_the_bus_is_while_its_mesh_runs(tmp_path: Path) -> None:
+    path = tmp_path / "ready.json"
+    bus = {"nats": "nats://127.0.0.1:4222", "nats_credentials": "", "mesh": "mine"}
+    record = {"router": "r", **bus, "run_dir": "d", "pid": os.getpid(), "pid_started": process_start(os.getpid())}
+    path.write_text(json.dumps(record))
+    found = target(ready_file=path)
+    assert (found.url, found.mesh) == ("nats://127.0.0.1:4222", "mine")
+    path.write_text(json.dumps({**record, "pid_started": 0}))
+    with pytest.raises(Rejected, match=r"ready_file: .* was left by a stagemesh that is gone"):
+        target(ready_file=path)
 
 
 def test_a_config_says_where_the_bus_is_and_what_it_does_not_say_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from stagemesh.shared.runtime.gateway_plan import (
     gateway_arguments,
     gateway_place,
     gateway_process,
+    usable_port,
 )
 
 
@@ -42,6 +44,15 @@ def test_nothing_listens_beyond_this_host_and_nothing_is_tried_again() -> None:
 def test_a_router_that_listens_everywhere_is_called_here() -> None:
     config = config_of(mesh={"insecure": True}, router={"listen": "0.0.0.0:8470"})
     assert gateway_place(config).router == "127.0.0.1:8470"
+
+
+def test_a_port_that_is_taken_is_refused_by_name() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(Rejected, match=rf"openai\.port: cannot listen on 127\.0\.0\.1:{port}"):
+            usable_port(port, "127.0.0.1", "openai.port")
 
 
 def test_there_is_none_unless_it_is_asked_for() -> None:

@@ -201,7 +201,8 @@ def test_the_ready_file_of_a_killed_mesh_is_not_taken_for_live(tmp_path: Path) -
 
 def test_another_process_of_the_same_pid_is_another_process(tmp_path: Path) -> None:
     path, own = tmp_path / "ready.json", process_start(os.getpid())
-    record = {"router": "r", "run_dir": "d", "pid": os.getpid(), "pid_started": own}
+    bus = {"nats": "nats://127.0.0.1:4222", "nats_credentials": "", "mesh": "local"}
+    record = {"router": "r", **bus, "run_dir": "d", "pid": os.getpid(), "pid_started": own}
     path.write_text(json.dumps(record))
     assert read_ready(path).pid == os.getpid()
     path.write_text(json.dumps({**record, "pid_started": (own or 0) - 1}))
