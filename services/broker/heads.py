@@ -57,7 +57,7 @@ class Heads:
     async def commit(self, action: Commit) -> bool:
         ticket = action.ticket
         request = instance_pb2.CommitTicketRequest(ticket_id=ticket.ticket_id, epoch=ticket.decode.epoch)
-        reply = await self._client(ticket.decode).call("CommitTicket", request, timeout_s=CALL_TIMEOUT_S)
+        reply = await self._client(ticket.decode).quick("CommitTicket", request, timeout_s=CALL_TIMEOUT_S)
         return bool(reply.accepted)
 
     async def close_ticket(self, action: Close) -> bool:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 from stagemesh.services.broker.admin import SELF, Admin
 from stagemesh.services.broker.describe import describe_ticket, failure_details
@@ -62,6 +62,8 @@ from stagemesh.shared.runtime.tasks import Tasks
 
 class BrokerService:
     """A `Service`, and the Broker service of the wire."""
+
+    QUICK: ClassVar = frozenset({"Fill", "ReportWriter"})
 
     def __init__(self, config: Config, notifier: Notifier, log: Log) -> None:
         self._config, self._notifier, self._log = config, notifier, log

@@ -117,7 +117,7 @@ class EngineSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     max_prefill_sequences: Annotated[int, Meta(ge=1, le=1 << 16)] = 64  # sequences packed into a chunk
     cuda_graphs: bool = True
     run_ahead: Annotated[int, Meta(ge=0, le=8)] = 1  # steps of a microbatch issued before their predecessor is back
-    late_issue: bool = False  # on GPUs, while prompts are about to join: a step that runs ahead waits 0.4 of a step
+    late_issue: bool = True  # on GPUs, while prompts are about to join: a step that runs ahead waits for them
     extra_depth: Annotated[int, Meta(ge=0, le=8)] = 0  # microbatches beyond one a stage
     reserve_ahead: Annotated[int, Meta(ge=0, le=1024)] = 2  # requests a prefill head asks pages for in advance
     ring_slots: Annotated[int, Meta(ge=2, le=1024)] | None = None  # None: from stages, extra_depth and run_ahead

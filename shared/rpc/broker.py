@@ -26,7 +26,7 @@ class Reservation:
 
 
 class BrokerClient:
-    """The unary calls. All raise what `Client` raises."""
+    """The unary calls; those that a GPU waits for are quick. All raise what `Client` raises."""
 
     def __init__(self, client: Client, router: str = "") -> None:
         """`router` is the name under which a router watches."""
@@ -57,7 +57,7 @@ class BrokerClient:
     async def fill(self, ticket_id: str) -> bool:
         """False if the decode side has taken the pages back: nothing may be written."""
         message = broker_pb2.FillRequest(ticket_id=ticket_id)
-        reply = await self.client.call("Fill", message, timeout_s=CALL_TIMEOUT_S)
+        reply = await self.client.quick("Fill", message, timeout_s=CALL_TIMEOUT_S)
         return not reply.taken_back
 
     async def unreserve(self, ticket_id: str) -> bool:
@@ -77,5 +77,5 @@ class BrokerClient:
 
     async def report_writer(self, report: broker_pb2.WriterReport) -> str:
         """Returns which start of the broker has taken note: one that comes after it has to be told again."""
-        reply = await self.client.call("ReportWriter", report, timeout_s=CALL_TIMEOUT_S)
+        reply = await self.client.quick("ReportWriter", report, timeout_s=CALL_TIMEOUT_S)
         return str(reply.broker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Final
 
 import grpc
@@ -18,7 +19,11 @@ from stagemesh.shared.errors import (
     Unauthenticated,
     Unreachable,
 )
+from stagemesh.shared.obs.log import Log
 
+log = Log(logging.getLogger(__name__))
+
+MAX_DETAILS_BYTES: Final = 2000  # with all escapes below the 8 KiB of trailers beyond which a client gets none of it
 RETRY_AFTER: Final = "retry-after-s"
 ANSWERED: Final = "stagemesh-answered"  # in the trailing metadata of every status that a server of ours sends itself
 
@@ -51,12 +56,26 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
     return grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"
 
 
+def answer_of(error: Exception, rpc: str) -> tuple[grpc.StatusCode, str]:
+    """The same, short enough for a client to get it; a bug is logged."""
+    error = first_of_ours(error)
+    code, details = status_of(error)
+    if not isinstance(error, StagemeshError | TimeoutError):
+        log.error("a handler failed", error=error, rpc=rpc)
+    return code, _shortened(details)
+
+
 def trailing_metadata_of(error: Exception) -> tuple[tuple[str, str], ...]:
     """What a server sends with the status of `error`: that it is an answer, and when it makes sense to come back."""
     answered = ((ANSWERED, "1"),)
-    if isinstance(error, Exhausted) and error.retry_after_s is not None:
-        return (*answered, (RETRY_AFTER, f"{error.retry_after_s:g}"))
-    return answered
+    after_s = retry_after_s_of(error)
+    return answered if after_s is None else (*answered, (RETRY_AFTER, f"{after_s:g}"))
+
+
+def retry_after_s_of(error: Exception) -> float | None:
+    """When it makes sense to come back, if `error` says so."""
+    error = first_of_ours(error)
+    return error.retry_after_s if isinstance(error, Exhausted) else None
 
 
 def first_of_ours(error: Exception) -> Exception:
@@ -69,13 +88,23 @@ def first_of_ours(error: Exception) -> Exception:
 
 def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> StagemeshError:
     """The error that a client raises for a call to `peer` that ended with a status."""
-    code, details = error.code(), error.details() or ""
+    has_answered = any(key == ANSWERED for key, _ in error.trailing_metadata() or ())
+    return from_status(
+        error.code(), error.details() or "", peer, has_answered=has_answered, retry_after_s=_retry_after_s(error)
+    )
+
+
+def from_status(
+    code: grpc.StatusCode, details: str, peer: str, *, has_answered: bool, retry_after_s: float | None = None
+) -> StagemeshError:
+    """The error that a status of `peer` stands for. `has_answered`: it is a server's word, not the library's about a
+    connection."""
     match code:
         case grpc.StatusCode.INVALID_ARGUMENT:
             field, _, message = details.partition(": ")
             return Rejected(field, message) if message else Rejected("request", details)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return Exhausted(details, retry_after_s=_retry_after_s(error))
+            return Exhausted(details, retry_after_s=retry_after_s)
         case grpc.StatusCode.UNAUTHENTICATED:
             return Unauthenticated(f"{peer}: {details}")
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -85,9 +114,9 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> StagemeshError:
                 return Unreachable(f"nothing answers at {peer}")
             if details == "Deadline Exceeded":
                 return Unreachable(f"{peer}: no answer in time (Deadline Exceeded)")
-            kind = Retryable if _has_answered(error) else Unreachable
+            kind = Retryable if has_answered else Unreachable
             return kind(f"{peer}: {details or code.name}")
-        case grpc.StatusCode.CANCELLED if not (_has_answered(error) or "Locally cancelled" in details):
+        case grpc.StatusCode.CANCELLED if not (has_answered or "Locally cancelled" in details):
             return Unreachable(f"{peer}: {details or code.name}")  # the server was stopped under the call
         case grpc.StatusCode.CANCELLED:
             return Cancelled(f"{peer}: {details or code.name}")
@@ -108,13 +137,15 @@ def _handshake_flaw(details: str) -> str | None:
     return None
 
 
-def _has_answered(error: grpc.aio.AioRpcError) -> bool:
-    """The status is a server's word, not the library's about a connection."""
-    return any(key == ANSWERED for key, _ in error.trailing_metadata() or ())
-
-
 def _retry_after_s(error: grpc.aio.AioRpcError) -> float | None:
     try:
         return next((float(value) for key, value in error.trailing_metadata() or () if key == RETRY_AFTER), None)
     except ValueError:  # whoever says so is not one of ours
         return None
+
+
+def _shortened(details: str) -> str:
+    data = details.encode(errors="replace")
+    if len(data) <= MAX_DETAILS_BYTES:
+        return data.decode()
+    return f"{data[:MAX_DETAILS_BYTES].decode(errors='ignore')}... ({len(data)} bytes)"

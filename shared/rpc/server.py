@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -13,26 +12,26 @@ from typing import Any, Final
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from stagemesh.shared.errors import PeerLost, Rejected, StagemeshError
-from stagemesh.shared.obs.log import Log
-from stagemesh.shared.rpc.errors import first_of_ours, status_of, trailing_metadata_of
+from stagemesh.shared.errors import PeerLost, Rejected
+from stagemesh.shared.rpc.calls import CALLS, CallService, quick_methods
+from stagemesh.shared.rpc.errors import answer_of, trailing_metadata_of
 from stagemesh.shared.rpc.guard import PLAIN_PORT, Callers, Gate, Listening
+from stagemesh.shared.rpc.messages import read_message
 from stagemesh.shared.rpc.options import SERVER_OPTIONS
 
 WRITE_LIMIT_S: Final = 2.0
-MAX_DETAILS_BYTES: Final = 2000  # with all escapes below the 8 KiB of trailers beyond which a client gets none of it
-log = Log(logging.getLogger(__name__))
 
 
 class Server:
     """A gRPC server at one address. An implementation has one method a rpc, named as in the proto, that takes the
     request (or an iterator of them) and the context. A streaming answer is an async generator, or a coroutine that
-    calls `context.write`. Methods that it names in NOT_SERVED, of a proto that is not ours, are UNIMPLEMENTED."""
+    calls `context.write`. Methods that it names in NOT_SERVED, of a proto that is not ours, are UNIMPLEMENTED.
+    Unary ones that it names in QUICK may be called over a stream as well, see `calls`."""
 
     def __init__(
         self,
@@ -47,6 +46,8 @@ class Server:
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if quick := quick_methods(services):
+            services = {**services, CALLS: CallService(quick)}
         for service, implementation in services.items():
             served = (method for method in service.methods if method.name not in not_served(implementation))
             handlers = {method.name: _handler(method, implementation) for method in served}
@@ -108,14 +109,6 @@ def _handler(method: MethodDescriptor, implementation: object) -> Any:
         wrap(call, method.full_name, lambda data: read(request, data)),
         response_serializer=GetMessageClass(method.output_type).SerializeToString,
     )
-
-
-def read_message(kind: type[Message], data: bytes) -> Message:
-    """Raises Rejected for bytes that are no such message."""
-    try:
-        return kind.FromString(data)
-    except DecodeError as error:
-        raise Rejected("message", f"is no {kind.DESCRIPTOR.name}: {error}") from None
 
 
 async def _read_stream(kind: type[Message], stream: AsyncIterator[bytes]) -> AsyncIterator[Message]:
@@ -201,15 +194,5 @@ def _take_failure(write: asyncio.Future[None]) -> None:
 async def _abort(context: Any, error: Exception, name: str) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    error = first_of_ours(error)
-    code, details = status_of(error)
-    if not isinstance(error, StagemeshError | TimeoutError):
-        log.error("a handler failed", error=error, rpc=name)
-    await context.abort(code, _shortened(details), trailing_metadata_of(error))
-
-
-def _shortened(details: str) -> str:
-    data = details.encode(errors="replace")
-    if len(data) <= MAX_DETAILS_BYTES:
-        return data.decode()
-    return f"{data[:MAX_DETAILS_BYTES].decode(errors='ignore')}... ({len(data)} bytes)"
+    code, details = answer_of(error, name)
+    await context.abort(code, details, trailing_metadata_of(error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from stagemesh.shared.codec.commands import structure_from_pb
 from stagemesh.shared.errors import Retryable
@@ -17,6 +17,8 @@ from stagemesh.shared.stage.structures import Structures
 class HeadRpcs:
     """`lead` raises Retryable on a stage that hosts no head, or not yet; `structures` are there on the last one.
     `switch` begins anew in another role, `renew` ends the processes to be started again."""
+
+    QUICK: ClassVar = frozenset({"CommitTicket"})
 
     def __init__(
         self,

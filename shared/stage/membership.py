@@ -21,7 +21,8 @@ from stagemesh.shared.core.tickets import TicketLeg
 from stagemesh.shared.errors import ProtocolViolation, StagemeshError
 from stagemesh.shared.fsm.instance import INSTANCE, InstanceEvent, InstanceState
 from stagemesh.shared.pb import broker_pb2
-from stagemesh.shared.rpc.client import Client, Duplex
+from stagemesh.shared.rpc.client import Client
+from stagemesh.shared.rpc.duplex import Duplex
 from stagemesh.shared.runtime.backoff import delays
 
 REPORT_INTERVAL_S = 0.5

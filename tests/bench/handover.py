@@ -3,6 +3,7 @@ on its way lies under computation.
 
     python tests/bench/handover.py                # on the CPU, a tiny model: only a comparison in one sitting tells
     python tests/bench/handover.py --device cuda [--prefill-gpus 0,1] [--decode-gpus 0,1]    # Mistral-7B's shape
+        [KEY=VALUE ...]    # settings of the deployment, such as ENGINE__LATE_ISSUE=true
 
 Alone: one request after another. Under load: the same beside requests that decode, where a cycle of the pipeline and 3
 ms are allowed. All from the stages' own spans, on the host's one clock.
@@ -150,6 +151,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--running", type=int, help="requests that decode meanwhile (64; on the CPU 16)")
+    parser.add_argument("settings", nargs="*")
     options = parser.parse_args()
     on_cpu = options.device == "cpu"
     options.lengths = [int(length) for length in (options.lengths or ("500" if on_cpu else "1000,8000")).split(",")]
@@ -164,7 +166,8 @@ def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as folder:
         ups = layout(options, Path(folder))
-        with running_mesh(Path(folder), *ups, "--max-running=128") as mesh:
+        environ = {f"STAGEMESH_{key}": value for key, _, value in (pair.partition("=") for pair in options.settings)}
+        with running_mesh(Path(folder), *ups, "--max-running=128", environ=environ) as mesh:
             try:
                 asyncio.run(measure_all(mesh, options))
             except BaseException:

@@ -16,6 +16,7 @@ from tests.support.client import GENERATOR, Answer, generate, token_request
 from tests.support.running import running_mesh
 
 NEAR_STEPS = 2  # of bfloat16, between the two best logits of the reference
+SLACK = 2e-3  # of the tokens: how many more than the reference rounded to bfloat16 takes may be unlike float32's
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +102,35 @@ def compare_all(model: Any, prompts: list[list[int]], answers: list[list[int]], 
         f"it, {compared.after} differ with no near tie; what differs is {compared.widest:.1f} steps apart at most"
     )
     return compared
+
+
+def check_likeliest(path: Path, prompts: list[list[int]], answers: list[list[int]], what: str) -> None:
+    """Of a model whose logits are flat, so that bfloat16 alone turns some tokens over: ours may not be off float32 by
+    more than `transformers` in bfloat16 is."""
+    from transformers import AutoModelForCausalLM
+
+    rounded, exact = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=d).cuda() for d in (torch.bfloat16, torch.float32)
+    )
+    compare_all(rounded, prompts, answers, f"{what} against transformers in bfloat16")
+    ours = _unequal(exact, prompts, answers, answers)
+    theirs = _unequal(
+        exact, prompts, answers, [_likeliest(rounded, p, a) for p, a in zip(prompts, answers, strict=True)]
+    )
+    count = sum(map(len, answers))
+    print(f"  not float32's likeliest: {ours} of ours, {theirs} of transformers', of {count}")
+    assert ours <= theirs + SLACK * count
+
+
+def _likeliest(model: Any, prompt: list[int], made: list[int]) -> list[int]:
+    """What `model` takes for each place of `made`, given all before it."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *made]], device="cuda")).logits[0, len(prompt) - 1 : -1]
+    ids: list[int] = logits.argmax(dim=-1).tolist()
+    return ids
+
+
+def _unequal(exact: Any, prompts: list[list[int]], made: list[list[int]], chosen: list[list[int]]) -> int:
+    """How many of `chosen`, a token for each of `made`, are not what `exact` takes there."""
+    wanted = [_likeliest(exact, prompt, answer) for prompt, answer in zip(prompts, made, strict=True)]
+    return sum(a != b for one, other in zip(wanted, chosen, strict=True) for a, b in zip(one, other, strict=True))

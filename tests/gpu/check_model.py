@@ -12,6 +12,7 @@ import torch
 from stagemesh.shared.core.commands import SAMPLE, Step
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.model.layers import allocate_pool
+from stagemesh.shared.model.source import ModelSource
 from tests.gpu.models import PAGE, chunk, cpu_stage, cuda_stage, decode_step, join, open_small, run_cuda
 from tests.gpu.spies import spy, spy_cuda
 
@@ -28,8 +29,17 @@ def prompts(vocab_size: int) -> list[list[int]]:
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
 def test_logits_follow_the_reference(tmp_path: Path, head_dim: int, graphs: bool, packed: bool) -> None:
+    follow(open_small(tmp_path, head_dim=head_dim), graphs=graphs, packed=packed)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_biases_and_norms_of_heads_follow_the_reference(tmp_path: Path, model_type: str) -> None:
+    """What is done to a matrix's result: such a model is not packed."""
+    follow(open_small(tmp_path, model_type=model_type, sliding_window=None), graphs=True, packed=True)
+
+
+def follow(source: ModelSource, *, graphs: bool, packed: bool) -> None:
     """Teacher-forced with the reference's tokens, so that every step compares the same inputs."""
-    source = open_small(tmp_path, head_dim=head_dim)
     texts = prompts(source.config.vocab_size)
     num_pages = sum(-(-(len(p) + NEW) // PAGE) for p in texts)
     reference = cpu_stage(source, num_pages=num_pages)
@@ -56,7 +66,8 @@ def test_logits_follow_the_reference(tmp_path: Path, head_dim: int, graphs: bool
         gaps = (top[:, 0] - top[:, 1]) / top[:, 0].abs()
         near += int((flipped & (gaps < 4 * 2**-8)).sum())
     print(
-        f"head_dim {head_dim}, graphs {graphs}, packed {packed}: relative error of logits {max(errors):.4f}, "
+        f"{source.config.architecture}, head_dim {source.config.head_dim}, graphs {graphs}, packed {packed}: "
+        f"relative error of logits {max(errors):.4f}, "
         f"{flips} of {NEW * len(texts)} greedy ids differ, {near} of them near ties"
     )
     assert max(errors) < 0.03

@@ -28,6 +28,7 @@ check smollm2 &
 check exact # numerics alone: they do not mind each other
 wait
 check restart
+check features
 
 all="$(seq -s, 0 $((count < 4 ? count - 1 : 3)))"
 mesh() { step "$1" timeout 240 python3 tests/gpu/bench_mesh.py "${@:2}"; }

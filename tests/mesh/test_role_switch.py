@@ -10,62 +10,20 @@ import pytest
 from stagemesh.shared.rpc.client import Client
 from tests.mesh.test_exact_tiny import load_reference, prompts
 from tests.mesh.test_recovery import NEW_TOKENS, check_answers, mesh_of
-from tests.support.admin import CommandError, Operator, operator
-from tests.support.client import GENERATOR, Answer, generate, token_request
+from tests.support.admin import CommandError, operator
+from tests.support.client import GENERATOR
+from tests.support.role_switch import Load, switched
 from tests.support.running import RunningMesh
 from tests.support.tiny_models import make_tiny
 
 pytestmark = pytest.mark.slow
-LIMIT_S = 200.0
 SWITCHES = (("prefill-1", "decode"), ("prefill-1", "prefill"), ("decode-0", "prefill"), ("decode-0", "decode"))
-
-
-class Load:
-    """Requests one after the other, some at once, until told to stop."""
-
-    def __init__(self, client: Client, wanted: list[list[int]]) -> None:
-        self._client, self._wanted, self.asked = client, wanted, list[list[int]]()
-        self.answers: list[Answer] = []
-        self.stopped = False
-
-    async def run(self) -> None:
-        while not self.stopped:
-            prompt = self._wanted[len(self.asked) % len(self._wanted)]
-            self.asked.append(prompt)
-            at = len(self.asked) - 1
-            self.answers.append(Answer())
-            self.answers[at] = await generate(self._client, token_request(prompt, NEW_TOKENS, ignore_eos=True))
-
-    async def more(self, count: int) -> None:
-        """Returns when so many more have come to their ends."""
-        before = self.num_done
-        while self.num_done < before + count:
-            async with asyncio.timeout(LIMIT_S):
-                await generate(self._client, token_request(self._wanted[0], 2, ignore_eos=True))
-
-    @property
-    def num_done(self) -> int:
-        return sum(1 for answer in self.answers if answer.finished is not None)
-
-
-async def roles(by: Operator) -> dict[str, str]:
-    return {each["name"]: each["role"] for each in (await by.call("instance.list"))["instances"]}
-
-
-async def switched(by: Operator, instance: str, role: str, load: Load) -> None:
-    before = {each["name"]: each for each in (await by.call("instance.list"))["instances"]}
-    said = await by.call("role.switch", instance=instance, role=role)
-    assert (said["instance"], said["role"]) == (instance, role)
-    assert said["epoch"] > before[instance]["epoch"]
-    while (await roles(by)).get(instance) != role:
-        pass  # each round asks the broker, which takes its time
-    await load.more(8)
 
 
 async def run(mesh: RunningMesh, wanted: list[list[int]]) -> Load:
     pids = mesh.pids
     async with Client(mesh.router, GENERATOR) as client, operator(str(mesh.record["nats"])) as by:
-        load = Load(client, wanted)
+        load = Load(client, wanted, NEW_TOKENS)
         async with asyncio.TaskGroup() as group:
             for _ in range(6):
                 group.create_task(load.run())

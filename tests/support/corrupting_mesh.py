@@ -26,14 +26,14 @@ def run(config: Config, instance: str | None, pp_rank: int | None) -> None:
     from stagemesh.shared.transfer.backends import open_endpoint
 
     def opened(*what: Any, **more: Any) -> Endpoint:
-        return corrupting(open_endpoint(*what, **more), int(os.environ[CORRUPT]))
+        return corrupting(open_endpoint(*what, **more), int(os.environ[CORRUPT]), config.model.device)
 
     cast("Any", stage).open_endpoint = opened
     run_prefill(config, instance, pp_rank)
 
 
-def corrupting(endpoint: Endpoint, num_writes: int) -> Endpoint:
-    zeros = endpoint.register(torch.zeros(LONGEST_PIECE, dtype=torch.uint8))
+def corrupting(endpoint: Endpoint, num_writes: int, device: str) -> Endpoint:
+    zeros = endpoint.register(torch.zeros(LONGEST_PIECE, dtype=torch.uint8, device=device))
     write, left = endpoint.write, [num_writes]
 
     def wrong(key: RegionKey, pieces: Sequence[Piece], lane: Lane = Lane.BULK) -> TransferHandle:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from stagemesh.shared.errors import ProtocolViolation
 from stagemesh.shared.pb import broker_pb2, stage_pb2
@@ -20,6 +20,8 @@ FILL = broker_pb2.FillRequest(ticket_id="t")
 
 class FakeBroker(Partial):
     """Does what a test says. A hook that is not set is not called."""
+
+    QUICK: ClassVar = frozenset({"Fill"})
 
     def __init__(self) -> None:
         self.on_fill: Callable[[], Awaitable[None]] | None = None

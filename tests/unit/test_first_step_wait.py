@@ -8,7 +8,7 @@ import pytest
 
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule import decode
-from stagemesh.shared.engine.schedule.late_issue import GRAIN_S, KNOWN_STEPS, SHARE, LateIssue
+from stagemesh.shared.engine.schedule.late_issue import GRAIN_S, KNOWN_STEPS, LAUNCH_S, LateIssue, most_s
 from tests.support.timed_pipeline import STEP_S, TimedDecode
 
 PHASES = 8
@@ -76,8 +76,9 @@ def test_while_prompts_come_a_step_is_issued_later_and_begins_no_later(
         waits.append(sim.first_step_wait())
         begun = [time for time, _ in sim.begun if time >= 18]
         assert [later - before for before, later in pairwise(begun)] == [1.0] * (len(begun) - 1)
-    assert max(waits) <= 2 - SHARE + 1 / PHASES
-    assert min(waits) >= 1 - SHARE
+    waited = most_s(STEP_S) / STEP_S
+    assert max(waits) <= 2 - waited + 1 / PHASES
+    assert min(waits) >= 1 - waited
 
 
 def test_without_prompts_to_come_no_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +97,11 @@ def test_a_pipeline_that_has_run_empty_waits_for_nothing_until_it_knows_its_step
         assert late.wait_until(at * STEP_S) is None
         late.result(at * STEP_S, is_full=True)
     now_s = KNOWN_STEPS * STEP_S
-    assert late.wait_until(now_s) == pytest.approx(now_s + SHARE * STEP_S, abs=1.5 * GRAIN_S)
+    assert late.wait_until(now_s) == pytest.approx(now_s + most_s(STEP_S), abs=1.5 * GRAIN_S)
     late.result(now_s + 2 * STEP_S, is_full=False)
     assert late.wait_until(now_s + 2 * STEP_S) is None
+
+
+@pytest.mark.parametrize(("step_s", "waited_s"), [(0.0027, 0.4 * 0.0027), (0.0064, 0.0064 - LAUNCH_S), (0.02, 0.018)])
+def test_a_step_waits_as_long_as_there_is_time_for_its_launch(step_s: float, waited_s: float) -> None:
+    assert most_s(step_s) == pytest.approx(waited_s)

@@ -45,14 +45,15 @@ ERRORS = [
 ]
 
 
+@pytest.mark.parametrize("way", ["call", "quick"])
 @pytest.mark.parametrize(("error", "kind", "message"), ERRORS)
 def test_an_error_of_a_handler_is_the_callers_error(
-    tmp_path: Path, error: Exception, kind: type[StagemeshError], message: str
+    tmp_path: Path, error: Exception, kind: type[StagemeshError], message: str, way: str
 ) -> None:
     async def body(broker: FakeBroker, client: Client, server: Server) -> None:
         broker.on_fill = lambda: fail_with(error)
         with pytest.raises(kind, match=message) as caught:
-            await client.call("Fill", FILL, timeout_s=LIMIT_S)
+            await getattr(client, way)("Fill", FILL, timeout_s=LIMIT_S)
         assert type(caught.value) is kind
 
     run(tmp_path, body)
@@ -68,12 +69,13 @@ def test_a_rejection_keeps_its_field(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
+@pytest.mark.parametrize("way", ["call", "quick"])
 @pytest.mark.parametrize("after_s", [None, 1.0, 2.5, 60.0])
-def test_an_exhausted_peer_says_when_to_come_back(tmp_path: Path, after_s: float | None) -> None:
+def test_an_exhausted_peer_says_when_to_come_back(tmp_path: Path, after_s: float | None, way: str) -> None:
     async def body(broker: FakeBroker, client: Client, server: Server) -> None:
         broker.on_fill = lambda: fail_with(Exhausted("no room", retry_after_s=after_s))
         with pytest.raises(Exhausted, match=r"^no room$") as caught:
-            await client.call("Fill", FILL, timeout_s=LIMIT_S)
+            await getattr(client, way)("Fill", FILL, timeout_s=LIMIT_S)
         assert caught.value.retry_after_s == after_s
 
     run(tmp_path, body)
@@ -207,14 +209,15 @@ def test_a_socket_that_a_dead_process_has_left_is_no_obstacle(tmp_path: Path) ->
     run(tmp_path, lambda broker, client, server: client.call("Fill", FILL, timeout_s=LIMIT_S))
 
 
+@pytest.mark.parametrize("way", ["call", "quick"])
 @pytest.mark.parametrize("text", ["x", "\u00e9", "\U0001f30a"])
-def test_an_error_with_a_long_text_arrives_shortened(tmp_path: Path, text: str) -> None:
+def test_an_error_with_a_long_text_arrives_shortened(tmp_path: Path, text: str, way: str) -> None:
     """A client would get none of a status that is larger than the trailers that it takes."""
 
     async def body(broker: FakeBroker, client: Client, server: Server) -> None:
         broker.on_fill = lambda: fail_with(Rejected("messages", text * 100_000))
         with pytest.raises(Rejected, match=r"^messages: .*bytes\)$") as caught:
-            await client.call("Fill", FILL, timeout_s=LIMIT_S)
+            await getattr(client, way)("Fill", FILL, timeout_s=LIMIT_S)
         assert text * 100 in str(caught.value)
 
     run(tmp_path, body)

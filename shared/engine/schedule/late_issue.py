@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-SHARE: Final = 0.4  # of a step: the rest is for the launch, and for what may come in its way
+SHARE: Final = 0.4  # of a step, however short: the rest is for the launch, and for what may come in its way
+LAUNCH_S: Final = 0.002
+"""What is left of a long step for the launch of the next one, which takes 1 to 1.2 ms of the host, however long steps
+are."""
 GRAIN_S: Final = 0.001  # of timers: a shorter wait would be none, or a longer one
 EARLY_S: Final = 0.0002  # that a timer may be
 KNOWN_STEPS: Final = 8
 
 
 class LateIssue:
-    """Knows how long steps take from the results of a full pipeline, and waits for a share of the shortest of the last
-    ones. If the pipeline runs empty, it begins to learn anew, and waits for nothing until it knows. Not `enabled`, it
-    never waits."""
+    """Knows how long steps take from the results of a full pipeline, and waits as long as the shortest of the last ones
+    leaves time for a launch. If the pipeline runs empty, it begins to learn anew, and waits for nothing until it knows.
+    Not `enabled`, it never waits."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
@@ -37,5 +40,10 @@ class LateIssue:
         """When the step may be issued that the latest result has made room for; None if now."""
         if not self._enabled or self._latest_s is None or len(self._steps_s) < KNOWN_STEPS:
             return None
-        due_s = self._latest_s + int(SHARE * min(self._steps_s) / GRAIN_S) * GRAIN_S
+        due_s = self._latest_s + int(most_s(min(self._steps_s)) / GRAIN_S) * GRAIN_S
         return due_s if now_s < due_s - EARLY_S else None
+
+
+def most_s(step_s: float) -> float:
+    """How long a step that runs ahead may wait after the beginning of the one before it, which takes `step_s`."""
+    return max(SHARE * step_s, step_s - LAUNCH_S)

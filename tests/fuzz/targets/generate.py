@@ -13,7 +13,7 @@ from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.model.source import open_model
 from stagemesh.shared.model.tokenizer import Tokenizer
 from stagemesh.shared.pb import generator_pb2
-from stagemesh.shared.rpc.server import read_message
+from stagemesh.shared.rpc.messages import read_message
 from tests.fuzz.judge import Target, Try
 from tests.fuzz.mutate import fill, junk_text, mutate_bytes
 from tests.fuzz.tiny import write_config

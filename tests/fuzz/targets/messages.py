@@ -20,7 +20,7 @@ from stagemesh.shared.core.progress import StageProgress
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.errors import ProtocolViolation, Rejected
 from stagemesh.shared.pb import broker_pb2, inspect_pb2, instance_pb2, mesh_pb2, stage_pb2
-from stagemesh.shared.rpc.server import read_message
+from stagemesh.shared.rpc.messages import read_message
 from stagemesh.shared.stage.ring import deliver
 from tests.fuzz.judge import Target, Try
 from tests.fuzz.mutate import fill, mutate_bytes

@@ -16,7 +16,7 @@ from stagemesh.shared.core.sampling import STRUCTURE_KINDS, Structure
 from stagemesh.shared.errors import Rejected
 from stagemesh.shared.pb import generator_pb2
 from stagemesh.shared.rpc.engine_proto import engine_proto
-from stagemesh.shared.rpc.server import read_message
+from stagemesh.shared.rpc.messages import read_message
 from stagemesh.shared.stage.structures import CompilerProcess, vocabulary_of
 from tests.fuzz.judge import Target, Try
 from tests.fuzz.mutate import fill, json_bytes, junk_text, mutate_bytes
