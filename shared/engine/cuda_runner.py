@@ -19,7 +19,7 @@ from stagemesh.shared.engine.logit_rows import LogitRows, logit_rows
 from stagemesh.shared.engine.runner import StageRunner
 from stagemesh.shared.model.cuda.decode import DecodeGraphs, DecodeOutput
 from stagemesh.shared.model.cuda.layers import CudaStageModel
-from stagemesh.shared.model.cuda.prefill import PrefillForward, greedy_ids
+from stagemesh.shared.model.cuda.prefill import PrefillForward
 from stagemesh.shared.model.cuda.rows import ChunkRows
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class CudaStageRunner(StageRunner):
             return Enqueued(output, NO_LOGPROBS)
         if not self._is_plain(step, wanted):
             return self._sampled(step, wanted, output)
-        return Enqueued(greedy_ids(len(step.rows), wanted.sampled, output), NO_LOGPROBS)
+        return Enqueued(chunks.greedy_ids(step.number, len(step.rows), wanted.sampled, output), NO_LOGPROBS)
 
     def _is_plain(self, step: Step, wanted: LogitRows) -> bool:
         """True if every sampled row takes the likeliest id and no row tells more."""

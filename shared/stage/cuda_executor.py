@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stagemesh.shared.core.commands import COUNT, HANDLE, START, Command, RowLogprobs, Step
+from stagemesh.shared.core.commands import COUNT, HANDLE, START, Command, Ints, RowLogprobs, Step
 from stagemesh.shared.engine.cuda_runner import CudaStageRunner
 from stagemesh.shared.link.cuda_ring import DeviceInbox, DeviceOutbox
 from stagemesh.shared.link.ring import RingSpec
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.stage.cuda_parts import DeviceParts
+from stagemesh.shared.stage.device_frames import Frame, Frames
 from stagemesh.shared.stage.executor import Onwards, StageExecutor
 from stagemesh.shared.stage.forward import ForwardThread
 from stagemesh.shared.stage.kv_sender import KvSender
@@ -38,13 +39,23 @@ from stagemesh.shared.stage.parts import StageParts
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step on the device. `begun` and `done` frame what it computes; `ids` is pinned, and there once `done` is."""
+    """A step on the device. `frame` is around what it computes; `num_ids` come into it, on the last stage."""
 
-    begun: torch.cuda.Event
-    done: torch.cuda.Event
-    ids: Tensor | None
+    frame: Frame
+    num_ids: int
     logprobs: RowLogprobs
     launch_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Through:
+    """The device was seen to be through with a step at `end_ns` (CLOCK_MONOTONIC). By its own clock it was busy with it
+    for `busy_ms`, and idle since the step before it for `idle_ms`. `ids` int64 [num_ids]."""
+
+    end_ns: int
+    busy_ms: float
+    idle_ms: float
+    ids: Ints
 
 
 class CudaStageExecutor(StageExecutor):
@@ -62,6 +73,7 @@ class CudaStageExecutor(StageExecutor):
         first: bool,
         last: bool,
         hidden_size: int,
+        max_rows: int,
         kv: KvSender | None,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         tracer: Tracer,
@@ -81,7 +93,7 @@ class CudaStageExecutor(StageExecutor):
         self._inbox, self._outbox = inbox, outbox
         self._first, self._last, self._hidden_size = first, last, hidden_size
         self._in_flight = 0
-        self._idle_event: torch.cuda.Event | None = None
+        self._frames = Frames(max_rows)
         self.busy_ms = self.idle_ms = 0.0  # between the first and the last step, by the device's clock
         self.launch_ns = 0
 
@@ -100,7 +112,7 @@ class CudaStageExecutor(StageExecutor):
         }
 
     async def run(self) -> None:
-        completions = self._completions = Completions(asyncio.get_running_loop(), self._fail)
+        completions = self._completions = Completions(asyncio.get_running_loop(), self._frames, self._fail)
         try:
             await super().run()
         finally:
@@ -118,7 +130,7 @@ class CudaStageExecutor(StageExecutor):
         launched = await thread.call(lambda: self._launch(command, step))
         self.step = None
         self._begin_kv(command)
-        self._completions.expect(launched, lambda end_ns: self._completed(step, launched, end_ns))
+        self._completions.expect(launched, lambda through: self._completed(step, launched, through))
 
     def _rest(self) -> None:
         if not self._in_flight:
@@ -128,19 +140,18 @@ class CudaStageExecutor(StageExecutor):
         """On the forward thread."""
         start_ns = time.monotonic_ns()
         self._runner.apply(command)
-        begun, done = _event(), _event()
+        frames, frame = self._frames, self._frames.take()
         forward = self._cuda_runner.prepare(step)
         hidden = self._await_inputs(step)
-        begun.record(self._stream)
+        frames.record(frame.begun, self._stream)
         output = forward(hidden)
         if self._outbox is not None:
             self._outbox.send(self._stream, step.number, output.tensor)
-        ids = None
         if self._last:
-            ids = torch.empty(len(step.rows), dtype=torch.int64, pin_memory=True)
-            ids.copy_(output.tensor, non_blocking=True)
-        done.record(self._stream)
-        return Launched(begun, done, ids, output.logprobs, time.monotonic_ns() - start_ns)
+            frames.copy_ids(frame, output.tensor)
+        frames.record(frame.done, self._stream)
+        num_ids = len(step.rows) if self._last else 0
+        return Launched(frame, num_ids, output.logprobs, time.monotonic_ns() - start_ns)
 
     def _await_inputs(self, step: Step) -> Tensor | None:
         """Lets the stream wait for what the step needs. Returns a chunk's activations; decode's graphs know theirs."""
@@ -170,23 +181,20 @@ class CudaStageExecutor(StageExecutor):
         if command.step is None:
             self._begin_kv(command)
 
-    def _completed(self, step: Step, launched: Launched, end_ns: int) -> None:
-        """On the loop: the device has been through with the step since `end_ns`."""
+    def _completed(self, step: Step, launched: Launched, through: Through) -> None:
+        """On the loop, which makes no call to the device."""
         self._in_flight -= 1
         self.clock.end(time.monotonic())
         self.steps_done += 1
-        busy_ms = launched.begun.elapsed_time(launched.done)
-        self.busy_ms += busy_ms
-        if self._idle_event is not None:
-            self.idle_ms += self._idle_event.elapsed_time(launched.begun)
-        self._idle_event = launched.done
+        self.busy_ms += through.busy_ms
+        self.idle_ms += through.idle_ms
         self.launch_ns += launched.launch_ns
         self._rest()
-        start_ns = end_ns - round(busy_ms * 1e6)
+        start_ns = through.end_ns - round(through.busy_ms * 1e6)
         self._tracer.span(
             "forward",
             start_ns,
-            end_ns,
+            through.end_ns,
             step=step.number,
             microbatch=step.microbatch,
             rows=len(step.rows),
@@ -197,8 +205,8 @@ class CudaStageExecutor(StageExecutor):
         if self._kv is not None:
             for row in step.rows.tolist():
                 self._kv.progressed(row[HANDLE], self._runner.pages_of(row[HANDLE]), row[START] + row[COUNT])
-        if launched.ids is not None:
-            self._onwards.result(step.number, launched.ids.numpy(), launched.logprobs)
+        if self._last:
+            self._onwards.result(step.number, through.ids, launched.logprobs)
 
 
 def make_cuda_executor(
@@ -226,28 +234,24 @@ def make_cuda_executor(
         first=parts.first,
         last=parts.last,
         hidden_size=parts.config.hidden_size,
+        max_rows=device.max_rows,
         kv=kv,
         spawn=spawn,
         tracer=tracer,
     )
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-
-
 class Completions:
     """A thread that waits for the device, event after event, and calls the loop back."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, fail: Callable[[Exception], None]) -> None:
-        self._loop, self._fail = loop, fail
-        self._queue: queue.SimpleQueue[tuple[Launched, Callable[[int], None]] | None] = queue.SimpleQueue()
+    def __init__(self, loop: asyncio.AbstractEventLoop, frames: Frames, fail: Callable[[Exception], None]) -> None:
+        self._loop, self._frames, self._fail = loop, frames, fail
+        self._queue: queue.SimpleQueue[tuple[Launched, Callable[[Through], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name="completions", daemon=True)
         self._thread.start()
 
-    def expect(self, launched: Launched, then: Callable[[int], None]) -> None:
-        """`then` is called on the loop, with when (CLOCK_MONOTONIC, ns) the device was seen to be through, in the order
-        of calls of this. Bounded by the head's steps outstanding."""
+    def expect(self, launched: Launched, then: Callable[[Through], None]) -> None:
+        """`then` is called on the loop, in the order of calls of this. Bounded by the head's steps outstanding."""
         self._queue.put((launched, then))
 
     def close(self) -> None:
@@ -255,18 +259,33 @@ class Completions:
         self._queue.put(None)
 
     def _wait(self) -> None:
+        before: Frame | None = None  # its end is what the next step's idle time is counted from
         while (expected := self._queue.get()) is not None:
             launched, then = expected
             try:
-                launched.done.synchronize()
+                through = self._await(launched, before)
             except Exception as error:  # whatever the device has to say
                 self._tell(partial(self._fail, error))
                 return
-            self._tell(partial(self._call, then, time.monotonic_ns()))
+            if before is not None:
+                self._frames.give_back(before)
+            before = launched.frame
+            self._tell(partial(self._call, then, through))
+        if before is not None:
+            self._frames.give_back(before)
+        self._frames.close()
 
-    def _call(self, then: Callable[[int], None], end_ns: int) -> None:
+    def _await(self, launched: Launched, before: Frame | None) -> Through:
+        frames, frame = self._frames, launched.frame
+        frames.wait(frame.done)
+        end_ns = time.monotonic_ns()
+        busy_ms = frames.between_ms(frame.begun, frame.done)
+        idle_ms = 0.0 if before is None else frames.between_ms(before.done, frame.begun)
+        return Through(end_ns, busy_ms, idle_ms, frames.ids(frame, launched.num_ids))
+
+    def _call(self, then: Callable[[Through], None], through: Through) -> None:
         try:
-            then(end_ns)
+            then(through)
         except Exception as error:
             self._fail(error)
 

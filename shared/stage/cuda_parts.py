@@ -106,7 +106,7 @@ def build_device(
         graphs.capture(stream, progress)
     else:
         with torch.cuda.stream(stream), torch.inference_mode():
-            chunks = PrefillForward(model, pool, sizes.num_slots)
+            chunks = PrefillForward(model, pool, sizes.num_slots, sizes.step_tokens)
             chunks.warm_up(sizes.step_tokens)
     torch.cuda.synchronize()  # the pool is zeroed before anybody may write to it
     runner = CudaStageRunner(

@@ -15,6 +15,8 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +106,12 @@ def p99_ms(before: Lags, after: Lags) -> dict[str, float]:
     return found
 
 
-async def measure_load(mesh: RunningMesh, text: str, options: argparse.Namespace) -> None:
+async def measure_load(mesh: RunningMesh, text: str, options: argparse.Namespace, seeds: Iterator[int]) -> None:
+    """Prompts of their own in every round, of which nothing is remembered."""
     num_prompts, input_len, output_len = (int(part) for part in text.split("x"))
     took_s = 0.0
-    for number in range(options.rounds):
-        work = Workload(num_prompts, input_len, output_len, VOCAB, options.range_ratio, seed=number)
+    for _ in range(options.rounds):
+        work = Workload(num_prompts, input_len, output_len, VOCAB, options.range_ratio, seed=next(seeds))
         load = Load(mesh.router, work, min(options.clients, num_prompts), None, 300.0)
         guess_s = took_s or output_len * 0.009
         measurement, seen = await one_round(mesh, load, [guess_s * at for at in SAMPLE_AT])
@@ -183,13 +186,14 @@ def main() -> None:
 async def measure_all(mesh: RunningMesh, options: argparse.Namespace) -> None:
     await measure(Load(mesh.router, Workload(8, 200, 20, VOCAB), 1, None, 120.0))  # warms up
     before = await asyncio.to_thread(read_lags, mesh)
+    seeds = count()
     for text in options.loads.split(","):
-        await measure_load(mesh, text, options)
+        await measure_load(mesh, text, options, seeds)
     print("loop lag, p99 in ms, at most:", p99_ms(before, await asyncio.to_thread(read_lags, mesh)), flush=True)
     if options.trace is not None:
         options.trace.mkdir(parents=True, exist_ok=True)
         num_prompts, input_len, output_len = (int(part) for part in options.loads.split(",")[0].split("x"))
-        work = Workload(num_prompts, input_len, output_len, VOCAB, options.range_ratio, seed=99)
+        work = Workload(num_prompts, input_len, output_len, VOCAB, options.range_ratio, seed=next(seeds))
         async with asyncio.TaskGroup() as group:
             group.create_task(recorded(mesh, output_len * TRACE_AT_S, options.trace))
             await measure(Load(mesh.router, work, min(options.clients, num_prompts), None, 300.0))

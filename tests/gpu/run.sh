@@ -30,12 +30,13 @@ wait
 check restart
 check features
 
+yield_s=$((count < 2 ? 3 : 2)) # as long as prefill takes for the 128 prompts
 all="$(seq -s, 0 $((count < 4 ? count - 1 : 3)))"
 mesh() { step "$1" timeout 240 python3 tests/gpu/bench_mesh.py "${@:2}"; }
 step "a stage alone" python3 tests/gpu/bench_step.py
 mesh "all GPUs shared" --prefill-gpus "$all" --decode-gpus "$all" --rounds 1 \
     --loads 128x1000x1000,128x1000x1000,1x1000x200,64x8000x1000,1x30000x100 \
-    --trace "$scratch/traces" ENGINE__DECODE_YIELD_S=2
+    --trace "$scratch/traces" "ENGINE__DECODE_YIELD_S=$yield_s"
 step "a trace of that" python3 tests/gpu/read_trace.py "$scratch"/traces/decode-0-*.json
 step "hand-over" python3 tests/bench/handover.py --device cuda --prefill-gpus "$all" --decode-gpus "$all"
 if [ "$count" -ge 2 ]; then

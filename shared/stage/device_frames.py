@@ -1,0 +1,78 @@
+"""What frames a step on the device: two events, and pinned memory for the ids that it samples. Used again and again.
+
+A pinned tensor that is let go records an event on the stream that wrote to it, and an event is destroyed in the driver:
+where the device has as much in its queue as it takes, both wait for it, and PyTorch holds the interpreter meanwhile. So
+nothing is made or let go from step to step, and the calls are those of the CUDA bindings, which let the interpreter go.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from stagemesh.shared.core.commands import Ints
+from stagemesh.shared.link.cuda_ring import checked
+
+BLOCKING_SYNC: Final = 1  # cudaEventBlockingSync: who waits sleeps
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Two events, and `ids`: pinned int64 [most]."""
+
+    begun: Any
+    done: Any
+    ids: Tensor
+
+
+class Frames:
+    """Of one stage. One thread takes them, another gives them back."""
+
+    def __init__(self, most_ids: int) -> None:
+        from cuda.bindings import runtime
+
+        self._runtime, self._most = runtime, most_ids
+        self._free: deque[Frame] = deque()
+
+    def take(self) -> Frame:
+        """One that nobody uses; a new one if there is none. Bounded by the steps that are out at once."""
+        if self._free:
+            return self._free.popleft()
+        begun, done = (
+            checked(self._runtime.cudaEventCreateWithFlags(BLOCKING_SYNC), "cudaEventCreateWithFlags") for _ in range(2)
+        )
+        return Frame(begun, done, torch.empty(self._most, dtype=torch.int64, pin_memory=True))
+
+    def give_back(self, frame: Frame) -> None:
+        self._free.append(frame)
+
+    def record(self, event: Any, stream: torch.cuda.Stream) -> None:
+        checked(self._runtime.cudaEventRecord(event, stream.cuda_stream), "cudaEventRecord")
+
+    def wait(self, event: Any) -> None:
+        """Until the device is through with what comes before it."""
+        checked(self._runtime.cudaEventSynchronize(event), "cudaEventSynchronize")
+
+    def between_ms(self, first: Any, then: Any) -> float:
+        """By the device's clock. Both have come."""
+        return float(checked(self._runtime.cudaEventElapsedTime(first, then), "cudaEventElapsedTime"))
+
+    def copy_ids(self, frame: Frame, sampled: Tensor) -> None:
+        """Enqueues the copy of int64 [n] ids into the frame, on the current stream."""
+        frame.ids[: len(sampled)].copy_(sampled, non_blocking=True)
+
+    def ids(self, frame: Frame, count: int) -> Ints:
+        """Those of a frame whose `done` has come; a copy."""
+        ids: Ints = frame.ids[:count].numpy().copy()
+        return ids
+
+    def close(self) -> None:
+        """Those that nobody uses."""
+        while self._free:
+            frame = self._free.popleft()
+            for event in (frame.begun, frame.done):
+                self._runtime.cudaEventDestroy(event)
