@@ -21,6 +21,7 @@ def role_parts(config: Config) -> RoleParts:
             page_size=engine.page_size,
             pp_size=len(context.info.stages),
             chunk_size=engine.chunk_size,
+            min_chunk_size=engine.min_chunk_size or max(1, engine.chunk_size // 4),
             max_sequences=engine.max_prefill_sequences,
             reserve_ahead=engine.reserve_ahead,
             run_ahead=engine.run_ahead,

@@ -30,6 +30,9 @@ def check_config(config: Config) -> None:
     _check_names(config)
     if config.otel.endpoint and not config.otel.endpoint.startswith(("http://", "https://")):
         raise Rejected("otel.endpoint", f"must start with http:// or https://, got {config.otel.endpoint!r}")
+    least, most = config.engine.min_chunk_size, config.engine.chunk_size
+    if least is not None and least > most:
+        raise Rejected("engine.min_chunk_size", f"must be at most engine.chunk_size, which is {most}; got {least}")
     _check_hosts(config)
     _check_openai(config)
     check_exposure(config, ((field, _listener(config, address)) for field, address in addresses(config)))

@@ -111,6 +111,9 @@ class EngineSection(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     page_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens
     chunk_size: Annotated[int, Meta(ge=1, le=1 << 20)] = 256  # prompt tokens of a prefill step
+    # of a prefill step when there is little to do: a prompt that comes alone is cut into steps that keep all stages at
+    # work. None: a quarter of chunk_size
+    min_chunk_size: Count | None = None
     num_pages: Count | None = None
     pool_bytes: Annotated[int, Meta(ge=MIB, le=1 << 42)] = 512 * MIB
     max_running: Annotated[int, Meta(ge=1, le=1 << 16)] = 64  # sequences of a decode instance

@@ -24,6 +24,7 @@ class PrefillMachine(RuleBasedStateMachine):
         num_stages=st.integers(1, 3),
         num_pages=st.integers(4, 12),
         chunk_size=st.integers(1, 12),
+        min_chunk_size=st.none() | st.integers(1, 12),
         max_sequences=st.integers(1, 4),
         reserve_ahead=st.integers(1, 3),
         run_ahead=st.integers(0, 2),
@@ -113,7 +114,7 @@ def storm(sim: PrefillSim, dice: random.Random, num_events: int) -> None:
 def test_after_a_storm_every_prompt_has_its_token_and_every_page_is_back(
     seed: int, num_stages: int, num_pages: int
 ) -> None:
-    sim = PrefillSim(num_stages=num_stages, num_pages=num_pages)
+    sim = PrefillSim(num_stages=num_stages, num_pages=num_pages, min_chunk_size=1 + seed % 8)
     storm(sim, random.Random(seed), 1_200)
     finish(sim)
 

@@ -33,6 +33,7 @@ from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.core.tickets import TicketLeg
 from stagemesh.shared.engine.issuer import Issuer
 from stagemesh.shared.engine.pages import PageAllocator
+from stagemesh.shared.engine.schedule.chunk_size import ChunkSize
 from stagemesh.shared.engine.schedule.legs import prefill_legs
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.engine.schedule.prefill_book import PrefillBook
@@ -53,7 +54,8 @@ from stagemesh.shared.fsm.sequence import SequenceEvent, SequenceState
 
 class PrefillScheduler:
     """Pure: the head feeds events in and carries out what `poll` returns. A point of priority is worth
-    `priority_ageing_s` seconds of waiting. Without `prefix_cache` every prompt is computed whole."""
+    `priority_ageing_s` seconds of waiting. Without `prefix_cache` every prompt is computed whole. Without
+    `min_chunk_size` no chunk is cut short."""
 
     def __init__(
         self,
@@ -64,6 +66,7 @@ class PrefillScheduler:
         chunk_size: int,
         max_sequences: int,
         reserve_ahead: int,
+        min_chunk_size: int | None = None,
         run_ahead: int = 1,
         prefix_cache: bool = True,
         priority_ageing_s: float = 10.0,
@@ -71,7 +74,8 @@ class PrefillScheduler:
         self._pages = PromptPages(num_pages, page_size, prefix_cache=prefix_cache)
         self.issuer = Issuer(self._pages.allocator)
         self.stats = PrefillStats()
-        self._page_size, self._pp_size, self._chunk_size = page_size, pp_size, chunk_size
+        self._page_size, self._pp_size = page_size, pp_size
+        self._chunk = ChunkSize(chunk_size, min_chunk_size or chunk_size, pp_size)
         self._max_sequences, self._max_steps = max_sequences, pp_size + run_ahead
         self._ageing_s = priority_ageing_s
         self.sequences = PrefillBook()
@@ -189,6 +193,7 @@ class PrefillScheduler:
 
     def poll(self) -> PrefillActions:
         """Issues what can be, and returns everything to be done since the last poll."""
+        self._chunk.update(self._expected(), is_empty=not self.issuer.outstanding)
         while self._may_issue() and (command := self._next_chunk()) is not None:
             self._actions.commands.append(command)
         self._lineup.ask_ahead(self._actions)
@@ -204,11 +209,11 @@ class PrefillScheduler:
             return out < self._max_steps
         if not self._lineup.num_coming:
             return True
-        return sum(sequence.expected for sequence in self._candidates()) >= self._chunk_size
+        return sum(sequence.expected for sequence in self._candidates()) >= self._chunk.tokens
 
     def _next_chunk(self) -> Command | None:
         """Prompts under way first, then new ones, as many tokens as a chunk holds."""
-        budget, rows, tokens = self._chunk_size, list[tuple[int, ...]](), list[Ints]()
+        budget, rows, tokens = self._chunk.tokens, list[tuple[int, ...]](), list[Ints]()
         telling = MAX_TOLD  # tokens whose logits are all computed
         for sequence in self._candidates():
             if not budget:
@@ -230,12 +235,17 @@ class PrefillScheduler:
             budget -= count
         if not rows:
             return None
-        self.stats.chunk_tokens.record(self._chunk_size - budget)
+        self.stats.chunk_tokens.record(self._chunk.tokens - budget)
         return self.issuer.issue_step(0, np.array(rows, dtype=np.int64), np.concatenate(tokens))
 
     def _candidates(self) -> Iterator[PrefillSequence]:
         yield from [s for s in self._started.values() if s.remaining and not s.over]
         yield from self._lineup.first(self._max_sequences - len(self._started))
+
+    def _expected(self) -> Iterator[int]:
+        """Tokens still to be computed, of each prompt, as far as that can be known."""
+        yield from (s.expected for s in self._started.values() if s.state is SequenceState.RUNNING)
+        yield from (s.expected for s in self._lineup)
 
     def _start(self, sequence: PrefillSequence) -> bool:
         if not self._pages.take(sequence):
@@ -307,9 +317,8 @@ class PrefillScheduler:
     def load(self) -> InstanceLoad:
         """`waiting_tokens` are those still to be computed, as far as that can be known; pages that can be evicted count
         as free."""
-        running = [s for s in self._started.values() if s.state is SequenceState.RUNNING]
-        tokens = sum(s.expected for s in (*running, *self._lineup))
-        return InstanceLoad(len(self._lineup), len(running), self._pages.num_available, tokens)
+        running = sum(1 for s in self._started.values() if s.state is SequenceState.RUNNING)
+        return InstanceLoad(len(self._lineup), running, self._pages.num_available, sum(self._expected()))
 
     @property
     def held(self) -> dict[str, int]:
