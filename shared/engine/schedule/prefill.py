@@ -14,16 +14,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-import numpy as np
-
 from stagemesh.shared.core.commands import (
     HANDLE,
     NO_LOGPROBS,
-    SAMPLE,
-    TELL,
-    Command,
     Ints,
-    Join,
     RowLogprobs,
     SendPlan,
 )
@@ -37,10 +31,10 @@ from stagemesh.shared.engine.schedule.chunk_size import ChunkSize
 from stagemesh.shared.engine.schedule.legs import prefill_legs
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.engine.schedule.prefill_book import PrefillBook
+from stagemesh.shared.engine.schedule.prefill_chunks import PrefillChunks
 from stagemesh.shared.engine.schedule.prefill_pages import PromptPages
 from stagemesh.shared.engine.schedule.prefill_queue import Lineup
 from stagemesh.shared.engine.schedule.prefill_state import (
-    MAX_TOLD,
     FailedTicket,
     PrefillActions,
     PrefillSequence,
@@ -74,13 +68,20 @@ class PrefillScheduler:
         self._pages = PromptPages(num_pages, page_size, prefix_cache=prefix_cache)
         self.issuer = Issuer(self._pages.allocator)
         self.stats = PrefillStats()
-        self._page_size, self._pp_size = page_size, pp_size
-        self._chunk = ChunkSize(chunk_size, min_chunk_size or chunk_size, pp_size)
-        self._max_sequences, self._max_steps = max_sequences, pp_size + run_ahead
-        self._ageing_s = priority_ageing_s
+        self._page_size, self._ageing_s = page_size, priority_ageing_s
         self.sequences = PrefillBook()
         self._lineup = Lineup(self._pages.look_up, reserve_ahead=reserve_ahead, chunk_size=chunk_size)
-        self._started: dict[int, PrefillSequence] = {}  # by handle, in order of their start; they hold pages
+        self._chunks = PrefillChunks(
+            self._pages,
+            self.issuer,
+            self._lineup,
+            self.stats,
+            ChunkSize(chunk_size, min_chunk_size or chunk_size, pp_size),
+            max_sequences=max_sequences,
+            pp_size=pp_size,
+            run_ahead=run_ahead,
+        )
+        self._started = self._chunks.started
         self._actions = PrefillActions()
 
     # -- events --
@@ -193,75 +194,12 @@ class PrefillScheduler:
 
     def poll(self) -> PrefillActions:
         """Issues what can be, and returns everything to be done since the last poll."""
-        self._chunk.update(self._expected(), is_empty=not self.issuer.outstanding)
-        while self._may_issue() and (command := self._next_chunk()) is not None:
-            self._actions.commands.append(command)
+        self._actions.commands.extend(self._chunks.issue())
         self._lineup.ask_ahead(self._actions)
         if (rest := self.issuer.flush()) is not None:
             self._actions.commands.append(rest)
         actions, self._actions = self._actions, PrefillActions()
         return actions
-
-    def _may_issue(self) -> bool:
-        """A chunk that runs ahead of the stages waits until it is full, if more prompts are coming that may fill it."""
-        out = len(self.issuer.outstanding)
-        if out < self._pp_size or out >= self._max_steps:
-            return out < self._max_steps
-        if not self._lineup.num_coming:
-            return True
-        return sum(sequence.expected for sequence in self._candidates()) >= self._chunk.tokens
-
-    def _next_chunk(self) -> Command | None:
-        """Prompts under way first, then new ones, as many tokens as a chunk holds."""
-        budget, rows, tokens = self._chunk.tokens, list[tuple[int, ...]](), list[Ints]()
-        telling = MAX_TOLD  # tokens whose logits are all computed
-        for sequence in self._candidates():
-            if not budget:
-                break
-            if not sequence.pages and not self._start(sequence):
-                break  # no pages: nobody behind it starts before it does
-            start, count = sequence.issued, min(budget, sequence.remaining)
-            if sequence.tells_prompt:
-                if not telling:
-                    break
-                count = min(count, telling)
-                telling -= count
-            sequence.issued += count
-            sequence.in_flight += 1
-            self._pages.grow(sequence)
-            flags = (0 if sequence.remaining else SAMPLE) | (TELL if sequence.tells_prompt else 0)
-            rows.append((sequence.handle, start, count, 0, 0, flags))
-            tokens.append(sequence.tokens[start : start + count])
-            budget -= count
-        if not rows:
-            return None
-        self.stats.chunk_tokens.record(self._chunk.tokens - budget)
-        return self.issuer.issue_step(0, np.array(rows, dtype=np.int64), np.concatenate(tokens))
-
-    def _candidates(self) -> Iterator[PrefillSequence]:
-        yield from [s for s in self._started.values() if s.remaining and not s.over]
-        yield from self._lineup.first(self._max_sequences - len(self._started))
-
-    def _expected(self) -> Iterator[int]:
-        """Tokens still to be computed, of each prompt, as far as that can be known."""
-        yield from (s.expected for s in self._started.values() if s.state is SequenceState.RUNNING)
-        yield from (s.expected for s in self._lineup)
-
-    def _start(self, sequence: PrefillSequence) -> bool:
-        if not self._pages.take(sequence):
-            return False
-        self._lineup.discard(sequence)
-        self._started[sequence.handle] = sequence
-        self.stats.prompt_tokens += len(sequence.tokens)
-        self.stats.cached_tokens += sequence.cached
-        sequence.move(SequenceEvent.START)
-        self.issuer.join(
-            Join(sequence.handle, sequence.request, sequence.sampling, sequence.send, len(sequence.tokens))
-        )
-        self.issuer.add_pages(sequence.handle, sequence.pages)
-        if sequence.send is not None:
-            sequence.unsettled = set(range(self._pp_size))
-        return True
 
     def flush_cache(self) -> int:
         """Forgets the KV that no prompt here holds. Returns how many pages are free now that were not."""
@@ -318,7 +256,7 @@ class PrefillScheduler:
         """`waiting_tokens` are those still to be computed, as far as that can be known; pages that can be evicted count
         as free."""
         running = sum(1 for s in self._started.values() if s.state is SequenceState.RUNNING)
-        return InstanceLoad(len(self._lineup), running, self._pages.num_available, sum(self._expected()))
+        return InstanceLoad(len(self._lineup), running, self._pages.num_available, sum(self._chunks.expected()))
 
     @property
     def held(self) -> dict[str, int]:
