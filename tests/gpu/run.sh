@@ -25,10 +25,10 @@ results() { grep -vE '^(ready after|=+ |platform |rootdir|plugins|collected|$)' 
 check() { step "$1" timeout 240 python3 -m pytest -q -s -p no:cacheprovider "tests/gpu/check_$1.py"; }
 for name in matmul model link transfer; do check "$name"; done
 check smollm2 &
+check features &
 check exact # numerics alone: they do not mind each other
 wait
 check restart
-check features
 
 yield_s=$((count < 2 ? 3 : 2)) # as long as prefill takes for the 128 prompts
 all="$(seq -s, 0 $((count < 4 ? count - 1 : 3)))"

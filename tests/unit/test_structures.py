@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,9 @@ from typing import Any, cast
 import pytest
 
 from stagemesh.shared.core.sampling import Structure
+from stagemesh.shared.engine import structure_worker
 from stagemesh.shared.engine.runner import StageRunner
+from stagemesh.shared.engine.structure_worker import Limits
 from stagemesh.shared.errors import Exhausted, Rejected, Retryable
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.runtime.tasks import Tasks
@@ -153,3 +157,37 @@ async def _note(work: Awaitable[None], results: list[Any]) -> None:
         results.append(error)
     else:
         results.append(None)
+
+
+def fork_under(limits: Limits, work: Callable[[], object]) -> int:
+    """How a child that does `work` under the limits ends: its wait status."""
+    pid = os.fork()
+    if pid == 0:
+        structure_worker._limit(limits)
+        work()
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def spin(seconds: float) -> None:
+    """Of a core."""
+    while time.thread_time() < seconds:
+        pass
+
+
+def test_a_compilation_is_given_time_of_a_core_not_of_the_clock() -> None:
+    """On a host that is busy with other things it takes longer, which is no fault of the structure's."""
+    limits = Limits(0.2, 1 << 30)
+    assert fork_under(limits, lambda: time.sleep(0.5)) == 0
+    assert os.WTERMSIG(fork_under(limits, lambda: spin(time.thread_time() + 5.0))) == signal.SIGPROF
+    assert os.WTERMSIG(fork_under(limits, lambda: time.sleep(30.0))) == signal.SIGALRM, "but not for ever"
+
+
+def test_a_mask_is_given_time_of_a_core_not_of_the_clock(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = structures.vocabulary_of(str(model))
+    clock = itertools.count(0.0, 10.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    assert structure_worker._compiled(vocabulary, GOOD).startswith(b"+")
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    with pytest.raises(Rejected, match="its masks take longer"):
+        structure_worker._compiled(vocabulary, GOOD)
