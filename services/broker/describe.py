@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from stagemesh.services.broker.reported import Reported
-from stagemesh.services.broker.tickets import Ticket
+from stagemesh.services.broker.ticket import Ticket
 from stagemesh.shared.core.directory import InstanceInfo
 from stagemesh.shared.fsm.ticket import TicketState
 from stagemesh.shared.obs.entry import Detail, Entry

@@ -6,7 +6,8 @@ import asyncio
 
 from stagemesh.services.broker.describe import failure_details
 from stagemesh.services.broker.members import Members
-from stagemesh.services.broker.tickets import ABORTED, Action, Close, Commit, Ticket, TicketBook, Verify
+from stagemesh.services.broker.ticket import ABORTED, Action, Close, Commit, Ticket, Verify
+from stagemesh.services.broker.tickets import TicketBook
 from stagemesh.shared.bus.events import EventKind, Events
 from stagemesh.shared.errors import PeerLost, StagemeshError
 from stagemesh.shared.fsm.ticket import TicketState

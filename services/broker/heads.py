@@ -6,7 +6,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from stagemesh.services.broker.tickets import Close, Commit, Ticket, Verify
+from stagemesh.services.broker.ticket import Close, Commit, Ticket, Verify
 from stagemesh.shared.codec.arrays import to_tuple
 from stagemesh.shared.codec.mesh import request_to_pb
 from stagemesh.shared.core.directory import InstanceInfo

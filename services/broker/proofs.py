@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from stagemesh.services.broker.fences import Fences
-from stagemesh.services.broker.tickets import Action, Ticket, TicketBook
+from stagemesh.services.broker.ticket import Action, Ticket
+from stagemesh.services.broker.tickets import TicketBook
 from stagemesh.shared.core.identity import InstanceRef
 from stagemesh.shared.errors import PeerLost, StagemeshError
 from stagemesh.shared.obs.log import Log

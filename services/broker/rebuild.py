@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from stagemesh.services.broker.gathering import Found, Verdict
-from stagemesh.services.broker.tickets import Action, Close, Ticket, TicketBook, WriterOutcome
+from stagemesh.services.broker.ticket import Action, Close, Ticket, WriterOutcome
+from stagemesh.services.broker.tickets import TicketBook
 from stagemesh.shared.core.directory import InstanceInfo
 from stagemesh.shared.core.layers import Leg, plan_legs
 from stagemesh.shared.engine.pages import pages_for

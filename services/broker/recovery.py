@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from stagemesh.services.broker.gathering import Found, Gathering, Verdict
 from stagemesh.services.broker.rebuild import rebuild
-from stagemesh.services.broker.tickets import Action, Close, Ticket, TicketBook
+from stagemesh.services.broker.ticket import Action, Close, Ticket
+from stagemesh.services.broker.tickets import TicketBook
 from stagemesh.shared.core.directory import InstanceInfo
 from stagemesh.shared.core.identity import InstanceRef
 from stagemesh.shared.core.tickets import TicketLeg

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from stagemesh.services.broker.tickets import Ticket
+from stagemesh.services.broker.ticket import Ticket
 from stagemesh.shared.core.directory import InstanceInfo
 from stagemesh.shared.core.identity import InstanceRef
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from stagemesh.services.broker.follow_up import FollowUp
 from stagemesh.services.broker.members import Members
 from stagemesh.services.broker.recovery import Recovery
-from stagemesh.services.broker.tickets import PieceSpan, TicketBook, WriterOutcome
+from stagemesh.services.broker.ticket import PieceSpan, WriterOutcome
+from stagemesh.services.broker.tickets import TicketBook
 from stagemesh.shared.codec.arrays import to_bytes
 from stagemesh.shared.codec.mesh import ref_from_pb, stage_to_pb
 from stagemesh.shared.core.directory import Role, mismatch

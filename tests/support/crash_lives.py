@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 
 from stagemesh.services.broker.gathering import Gathering
 from stagemesh.services.broker.rebuild import rebuild
-from stagemesh.services.broker.tickets import Action, Commit, Ticket, TicketBook, Verify, WriterOutcome, spans_of
+from stagemesh.services.broker.ticket import Action, Commit, Ticket, Verify, WriterOutcome
+from stagemesh.services.broker.tickets import TicketBook
 from stagemesh.shared.core.directory import Role
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.tickets import LegState, TicketLeg
 from stagemesh.shared.errors import Cancelled
 from stagemesh.shared.fsm.ticket import TicketState
 from tests.support.instances import DECODE, PREFILL, instance_of
+from tests.support.spans import spans_of
 
 P, D = instance_of("p", PREFILL), instance_of("d", DECODE, sizes=(1, 3))
 PROMPT_TOKENS, NUM_PAGES = 10, 3

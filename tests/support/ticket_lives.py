@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from stagemesh.services.broker.tickets import Close, Ticket, TicketBook, WriterOutcome, spans_of
+from stagemesh.services.broker.ticket import Close, Ticket, WriterOutcome
+from stagemesh.services.broker.tickets import TicketBook
 from stagemesh.shared.core.identity import RequestRef
 from tests.support.instances import DECODE, PREFILL, instance_of
+from tests.support.spans import spans_of
 
 PROMPT_TOKENS, NUM_PAGES = 10, 3
 _attempts = itertools.count()

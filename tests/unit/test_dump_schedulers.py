@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from stagemesh.services.broker.describe import describe_ticket
-from stagemesh.services.broker.tickets import Ticket, TicketBook, WriterOutcome
+from stagemesh.services.broker.ticket import Ticket, WriterOutcome
+from stagemesh.services.broker.tickets import TicketBook
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler

@@ -12,7 +12,7 @@ import pytest
 from stagemesh.services.broker.fences import Fences
 from stagemesh.services.broker.progress import ProgressWatch
 from stagemesh.services.broker.service import BrokerService
-from stagemesh.services.broker.tickets import Close
+from stagemesh.services.broker.ticket import Close
 from stagemesh.shared.codec.mesh import ref_to_pb
 from stagemesh.shared.config import BrokerSection, MeshSection, MetricsSection, NatsSection, TlsSection
 from stagemesh.shared.core.identity import InstanceRef, RequestRef

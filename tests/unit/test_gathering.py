@@ -8,7 +8,8 @@ import pytest
 
 from stagemesh.services.broker.gathering import VERDICTS, Absence, Found, Gathering, Verdict, check_leg
 from stagemesh.services.broker.rebuild import rebuild
-from stagemesh.services.broker.tickets import Close, TicketBook
+from stagemesh.services.broker.ticket import Close
+from stagemesh.services.broker.tickets import TicketBook
 from stagemesh.shared.codec.tickets import leg_from_pb, leg_to_pb
 from stagemesh.shared.core.directory import Role
 from stagemesh.shared.core.identity import InstanceRef, RequestRef

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from stagemesh.services.broker.fences import Fences
-from stagemesh.services.broker.tickets import Action, Close, Commit, Ticket, TicketBook, WriterOutcome, spans_of
+from stagemesh.services.broker.ticket import Action, Close, Commit, Ticket, WriterOutcome
+from stagemesh.services.broker.tickets import TicketBook
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.pages import PageAllocator
@@ -23,6 +24,7 @@ from stagemesh.shared.transfer.base import Piece
 from stagemesh.shared.transfer.handle import Transfer
 from stagemesh.shared.transfer.memory import MemoryEndpoint, MemoryFabric
 from tests.support.instances import DECODE, PREFILL, instance_of
+from tests.support.spans import spans_of
 
 ROUNDS = 1_000
 NUM_PAGES, PAGE_SIZE, PAGE_BYTES = 12, 4, 64

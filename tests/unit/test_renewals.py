@@ -25,7 +25,8 @@ from stagemesh.services.broker.renewals import (
     Standing,
 )
 from stagemesh.services.broker.renewing import Renewing
-from stagemesh.services.broker.tickets import Ticket, TicketBook, WriterOutcome
+from stagemesh.services.broker.ticket import Ticket, WriterOutcome
+from stagemesh.services.broker.tickets import TicketBook
 from stagemesh.shared.bus.events import EventKind, Events
 from stagemesh.shared.config import BrokerSection
 from stagemesh.shared.core.directory import InstanceInfo

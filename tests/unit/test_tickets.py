@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from stagemesh.services.broker.tickets import (
-    Action,
-    Close,
-    PieceSpan,
-    Ticket,
-    TicketBook,
-    WriterOutcome,
-    spans_of,
-)
+from stagemesh.services.broker.ticket import Action, Close, PieceSpan, Ticket, WriterOutcome
+from stagemesh.services.broker.tickets import TicketBook
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.layers import Leg
 from stagemesh.shared.errors import Cancelled, ProtocolViolation
 from stagemesh.shared.fsm.ticket import TicketState
 from tests.support.instances import DECODE, PREFILL, instance_of
+from tests.support.spans import spans_of
 from tests.support.ticket_lives import NUM_PAGES, all_of, open_ticket
 
 

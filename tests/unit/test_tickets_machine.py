@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from stagemesh.services.broker.tickets import Action, Commit, TicketBook, Verify
+from stagemesh.services.broker.ticket import Action, Commit, Verify
+from stagemesh.services.broker.tickets import TicketBook
 from stagemesh.shared.errors import Cancelled
 from stagemesh.shared.fsm.ticket import TicketState
 from tests.support.ticket_lives import Life, Writer, life_of, open_ticket

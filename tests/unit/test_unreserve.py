@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stagemesh.services.broker.service import BrokerService
-from stagemesh.services.broker.tickets import Ticket
+from stagemesh.services.broker.ticket import Ticket
 from stagemesh.services.decode.head import DecodeHead
 from stagemesh.services.prefill.head import PrefillHead
 from stagemesh.shared.codec.arrays import to_tuple

@@ -10,7 +10,6 @@ from typing import Any, Final
 from google.protobuf.message import Message
 
 from stagemesh.services.broker.directory import flaw
-from stagemesh.services.broker.tickets import spans_of
 from stagemesh.shared.codec import arrays, commands, mesh, session, tickets
 from stagemesh.shared.codec.commands import command_to_pb
 from stagemesh.shared.core.commands import Command, Ints, Join, RowLogprobs, Step
@@ -25,6 +24,7 @@ from stagemesh.shared.stage.ring import deliver
 from tests.fuzz.judge import Target, Try
 from tests.fuzz.mutate import fill, mutate_bytes
 from tests.support.instances import PREFILL, instance_of
+from tests.support.spans import spans_of
 
 
 class Listener:
