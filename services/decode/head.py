@@ -46,6 +46,7 @@ class DecodeHead(Head):
     def on_result(self, step: int, token_ids: Ints, logprobs: RowLogprobs) -> None:
         self._context.tracer.mark("result", step=step)
         self._context.executor.sampled(step, token_ids)
+        self._scheduler.launched(self._context.executor.launch_s)
         self._scheduler.result(step, token_ids, logprobs)
         self._context.executor.forget_sampled_before(self._scheduler.oldest_source)
         self.wake()

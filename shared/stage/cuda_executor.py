@@ -189,6 +189,7 @@ class CudaStageExecutor(StageExecutor):
         self.busy_ms += through.busy_ms
         self.idle_ms += through.idle_ms
         self.launch_ns += launched.launch_ns
+        self.launch_s = launched.launch_ns / 1e9
         self._rest()
         start_ns = through.end_ns - round(through.busy_ms * 1e6)
         self._tracer.span(

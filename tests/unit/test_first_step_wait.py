@@ -8,7 +8,7 @@ import pytest
 
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule import decode
-from stagemesh.shared.engine.schedule.late_issue import GRAIN_S, KNOWN_STEPS, LAUNCH_S, LateIssue, most_s
+from stagemesh.shared.engine.schedule.late_issue import GRAIN_S, KNOWN_STEPS, LAUNCH_S, LAUNCHES, LateIssue, most_s
 from tests.support.timed_pipeline import STEP_S, TimedDecode
 
 PHASES = 8
@@ -76,7 +76,7 @@ def test_while_prompts_come_a_step_is_issued_later_and_begins_no_later(
         waits.append(sim.first_step_wait())
         begun = [time for time, _ in sim.begun if time >= 18]
         assert [later - before for before, later in pairwise(begun)] == [1.0] * (len(begun) - 1)
-    waited = most_s(STEP_S) / STEP_S
+    waited = most_s(STEP_S, 0.0) / STEP_S
     assert max(waits) <= 2 - waited + 1 / PHASES
     assert min(waits) >= 1 - waited
 
@@ -97,11 +97,34 @@ def test_a_pipeline_that_has_run_empty_waits_for_nothing_until_it_knows_its_step
         assert late.wait_until(at * STEP_S) is None
         late.result(at * STEP_S, is_full=True)
     now_s = KNOWN_STEPS * STEP_S
-    assert late.wait_until(now_s) == pytest.approx(now_s + most_s(STEP_S), abs=1.5 * GRAIN_S)
+    assert late.wait_until(now_s) == pytest.approx(now_s + most_s(STEP_S, 0.0), abs=1.5 * GRAIN_S)
     late.result(now_s + 2 * STEP_S, is_full=False)
     assert late.wait_until(now_s + 2 * STEP_S) is None
 
 
-@pytest.mark.parametrize(("step_s", "waited_s"), [(0.0027, 0.4 * 0.0027), (0.0064, 0.0064 - LAUNCH_S), (0.02, 0.018)])
-def test_a_step_waits_as_long_as_there_is_time_for_its_launch(step_s: float, waited_s: float) -> None:
-    assert most_s(step_s) == pytest.approx(waited_s)
+@pytest.mark.parametrize(
+    ("step_s", "launch_s", "waited_s"),
+    [
+        (0.0027, 0.001, 0.4 * 0.0027),
+        (0.0064, 0.001, 0.0064 - LAUNCH_S),
+        (0.02, 0.0012, 0.018),
+        (0.0027, 0.0017, 0.0027 - LAUNCHES * 0.0017),
+        (0.02, 0.004, 0.02 - LAUNCHES * 0.004),
+        (0.002, 0.004, 0.0),
+    ],
+)
+def test_a_step_waits_as_long_as_there_is_time_for_its_launch(step_s: float, launch_s: float, waited_s: float) -> None:
+    assert most_s(step_s, launch_s) == pytest.approx(waited_s)
+
+
+def test_a_host_that_has_become_slow_launches_earlier() -> None:
+    late = LateIssue(enabled=True)
+    for at in range(1 + KNOWN_STEPS):
+        late.result(at * STEP_S, is_full=True)
+    now_s = KNOWN_STEPS * STEP_S
+    for launch_s, waited_s in ((0.001, STEP_S - LAUNCH_S), (0.004, STEP_S - LAUNCHES * 0.004)):
+        late.launched(launch_s)
+        assert late.wait_until(now_s) == pytest.approx(now_s + waited_s, abs=1.5 * GRAIN_S)
+    for _ in range(KNOWN_STEPS):
+        late.launched(0.001)
+    assert late.wait_until(now_s) == pytest.approx(now_s + STEP_S - LAUNCH_S, abs=1.5 * GRAIN_S)

@@ -191,6 +191,10 @@ class DecodeScheduler:
             else:
                 self._core.receive(sequence, token_id, logprobs.get(row))
 
+    def launched(self, took_s: float) -> None:
+        """The first stage has enqueued a step on its device, in so much time of the host."""
+        self._late.launched(took_s)
+
     def copied(self, handle: int, pp_rank: int, *, restored: bool) -> None:
         """Stage `pp_rank` has copied the sequence's KV to host memory or, `restored`, back into its pages. Raises Bug
         if it was not to."""

@@ -11,8 +11,10 @@ from typing import Final
 
 SHARE: Final = 0.4  # of a step, however short: the rest is for the launch, and for what may come in its way
 LAUNCH_S: Final = 0.002
-"""What is left of a long step for the launch of the next one, which takes 1 to 1.2 ms of the host, however long steps
+"""What is left of a long step for the launch of the next one, which takes 1 to 1.2 ms of most hosts, however long steps
 are."""
+LAUNCHES: Final = 1.5
+"""What is left at least, in launches as this host has made them lately."""
 GRAIN_S: Final = 0.001  # of timers: a shorter wait would be none, or a longer one
 EARLY_S: Final = 0.0002  # that a timer may be
 KNOWN_STEPS: Final = 8
@@ -27,6 +29,11 @@ class LateIssue:
         self._enabled = enabled
         self._latest_s: float | None = None
         self._steps_s: deque[float] = deque(maxlen=KNOWN_STEPS)
+        self._launches_s: deque[float] = deque(maxlen=KNOWN_STEPS)
+
+    def launched(self, took_s: float) -> None:
+        """A step was enqueued, in so much time of the host."""
+        self._launches_s.append(took_s)
 
     def result(self, now_s: float, *, is_full: bool) -> None:
         """Of a step. `is_full`: as many steps were out as may be."""
@@ -40,10 +47,11 @@ class LateIssue:
         """When the step may be issued that the latest result has made room for; None if now."""
         if not self._enabled or self._latest_s is None or len(self._steps_s) < KNOWN_STEPS:
             return None
-        due_s = self._latest_s + int(most_s(min(self._steps_s)) / GRAIN_S) * GRAIN_S
+        due_s = self._latest_s + int(most_s(min(self._steps_s), max(self._launches_s, default=0.0)) / GRAIN_S) * GRAIN_S
         return due_s if now_s < due_s - EARLY_S else None
 
 
-def most_s(step_s: float) -> float:
-    """How long a step that runs ahead may wait after the beginning of the one before it, which takes `step_s`."""
-    return max(SHARE * step_s, step_s - LAUNCH_S)
+def most_s(step_s: float, launch_s: float) -> float:
+    """How long a step that runs ahead may wait after the beginning of the one before it, which takes `step_s`, where a
+    launch takes `launch_s`."""
+    return max(0.0, min(max(SHARE * step_s, step_s - LAUNCH_S), step_s - LAUNCHES * launch_s))
