@@ -48,5 +48,9 @@ class ProtocolViolation(StagemeshError):
     """A peer sent what the protocol does not allow here. The connection is not to be trusted further."""
 
 
+class Unsupported(ProtocolViolation):
+    """The peer does not know the call: it is of another version."""
+
+
 class Bug(StagemeshError):
     """An invariant of ours does not hold."""

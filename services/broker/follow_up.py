@@ -69,6 +69,9 @@ class FollowUp:
             self._tickets.release(ticket)
         except PeerLost:
             pass  # its tickets have failed with it
+        except StagemeshError as error:
+            self._log.warning("a head refused a commit", ticket_id=ticket.ticket_id, error=str(error))
+            self.carry_out(self._tickets.refused(ticket, f"its commit was refused: {error}"))
         finally:
             self._committing.pop(ticket.ticket_id).set()
 

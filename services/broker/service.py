@@ -195,7 +195,7 @@ class BrokerService:
         return await self._ticketing.open_ticket(request)
 
     async def Reserve(self, request: broker_pb2.ReserveRequest, context: Any) -> broker_pb2.ReserveReply:  # noqa: N802
-        return await self._ticketing.reserve(request, context.time_remaining())
+        return await self._ticketing.reserve(request, context.time_remaining)
 
     async def Fill(self, request: broker_pb2.FillRequest, context: Any) -> broker_pb2.FillReply:  # noqa: N802
         return await self._ticketing.fill(request)

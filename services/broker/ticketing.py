@@ -55,9 +55,12 @@ class Ticketing:
         ticket = self._tickets.open(ref, prefill, decode, request.prompt_tokens, request.max_tokens, request.router)
         return broker_pb2.OpenTicketReply(ticket_id=ticket.ticket_id)
 
-    async def reserve(self, request: broker_pb2.ReserveRequest, remaining_s: float | None) -> broker_pb2.ReserveReply:
-        """`remaining_s` until the caller's deadline, if it has one."""
+    async def reserve(
+        self, request: broker_pb2.ReserveRequest, time_remaining: Callable[[], float | None]
+    ) -> broker_pb2.ReserveReply:
+        """`time_remaining` until the caller's deadline, in seconds, if it has one."""
         ticket = await self._recovery.ticket(request.ticket_id)
+        remaining_s = time_remaining()
         since_s = self.reserving[ticket.ticket_id] = time.monotonic()
         try:
             pages = await self._members.heads.reserve(ticket, RESERVE_TIMEOUT_S if remaining_s is None else remaining_s)

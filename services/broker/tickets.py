@@ -173,6 +173,14 @@ class TicketBook:
         self.closed_by_outcome["committed"] += 1
         self._remove(ticket)
 
+    def refused(self, ticket: Ticket, reason: str) -> list[Action]:
+        """The decode head does not take the KV over that is all there. Nothing writes to it any more."""
+        if self._tickets.get(ticket.ticket_id) is not ticket:
+            return []  # the decode instance was lost meanwhile
+        ticket.reason = reason
+        ticket.move(TicketEvent.RELEASE)
+        return [self._close(ticket)]
+
     def unproven(self) -> list[Ticket]:
         """Those whose pages wait for the proof that nothing writes to them any more."""
         return [ticket for ticket in self._tickets.values() if ticket.state is TicketState.QUIESCING]

@@ -2,7 +2,8 @@
 does to the compiler, it does to that child alone.
 
 stdin: {"vocabulary"} once --> loaded   {"id", "structure"} --fork--> child: compile -> memory file -> exit
-stdout: a header line {"id", "ok", "bytes", "size"}, then `size` bytes, as each child ends; stdin's end ends it all
+stdout: a header line {"id", "ok", "busy", "bytes", "size"}, then `size` bytes, as each child ends
+stdin's end ends it all
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from stagemesh.shared.errors import Rejected
 MAX_COMPILED_BYTES: Final = 64 << 20
 NICE: Final = 5  # a stage's steps go first
 MAX_MASK_S: Final = 0.05  # of a core, that a mask may take
-SHARE_OF_A_CORE: Final = 0.2
+SHARE_OF_A_CORE: Final = 1 / 3
 """That a compilation gets at least: with less, on a host that is busy with other things, it is given up."""
 
 
@@ -148,14 +149,23 @@ def _finish(job: _Job, limits: Limits) -> None:
         said = stream.read()
     ok = status == 0 and said[:1] == b"+"
     payload = said[9:] if ok else _why(status, said, limits).encode()
-    header = {"id": job.number, "ok": ok, "bytes": int.from_bytes(said[1:9], "little"), "size": len(payload)}
+    is_busy = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+    header = {
+        "id": job.number,
+        "ok": ok,
+        "busy": is_busy,
+        "bytes": int.from_bytes(said[1:9], "little"),
+        "size": len(payload),
+    }
     sys.stdout.buffer.write(json.dumps(header).encode() + b"\n" + payload)
     sys.stdout.buffer.flush()
 
 
 def _why(status: int, said: bytes, limits: Limits) -> str:
     if os.WIFSIGNALED(status):
-        if os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGALRM, signal.SIGXCPU, signal.SIGKILL):
+        if os.WTERMSIG(status) == signal.SIGALRM:
+            return f"the host had no {limits.seconds:g} s of a core to compile it within {_clock_s(limits):g} s"
+        if os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGXCPU, signal.SIGKILL):
             return f"takes longer to compile than {limits.seconds:g} s"
         return _too_much(limits)
     return said[1:].decode(errors="replace") or _too_much(limits)
@@ -176,7 +186,11 @@ def _limit(limits: Limits) -> None:
     for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, limits.seconds)
-    signal.setitimer(signal.ITIMER_REAL, limits.seconds / SHARE_OF_A_CORE)
+    signal.setitimer(signal.ITIMER_REAL, _clock_s(limits))
+
+
+def _clock_s(limits: Limits) -> float:
+    return limits.seconds / SHARE_OF_A_CORE
 
 
 def _die_with_parent() -> None:

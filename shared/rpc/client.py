@@ -12,7 +12,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from stagemesh.shared.errors import PeerLost
+from stagemesh.shared.errors import PeerLost, Unsupported
 from stagemesh.shared.rpc.calls import CALLS, QuickCalls
 from stagemesh.shared.rpc.dial import PLAIN, Dial, Wire
 from stagemesh.shared.rpc.duplex import Duplex, raise_if_cancelled
@@ -32,7 +32,7 @@ class Client:
         Calls use the certificate that `dial` has when they begin; those under way go on over the old connection."""
         self.address, self._wait, self._dial = address, wait, dial
         self._bound = [method for service in (*services, CALLS) for method in service.methods]
-        self._quick = QuickCalls(address, self._bound, lambda: self.open("CallStream"))
+        self._quick = QuickCalls(address, self._bound, lambda: self.open("CallStream"), self._is_stale)
         self._old: set[Wire] = set()  # with calls under way
         self._wire = self._connect(dial.pems(address))
 
@@ -40,6 +40,10 @@ class Client:
         wire = Wire(self._dial.connect(self.address, pems), pems)
         wire.methods = {method.name: _bind(wire.channel, method) for method in self._bound}
         return wire
+
+    def _is_stale(self) -> bool:
+        """Calls that begin now need another connection."""
+        return self._dial.pems(self.address) is not self._wire.pems
 
     def _begin(self, method: str, *request: Message, **options: Any) -> Any:
         pems = self._dial.pems(self.address)
@@ -74,7 +78,10 @@ class Client:
     async def quick(self, method: str, request: Message, *, timeout_s: float) -> Any:
         """The same, of a method that the peer names in QUICK, over a stream that stays open: in less than half the
         time. It waits for a peer that is not there; the peer is not told of a caller that gives up."""
-        return await self._quick.call(method, request, timeout_s=timeout_s)
+        try:
+            return await self._quick.call(method, request, timeout_s=timeout_s)
+        except Unsupported:  # by a peer of a version before
+            return await self.call(method, request, timeout_s=timeout_s)
 
     async def receive(
         self, method: str, request: Message, *, timeout_s: float | None = None

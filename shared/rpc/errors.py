@@ -18,12 +18,14 @@ from stagemesh.shared.errors import (
     StagemeshError,
     Unauthenticated,
     Unreachable,
+    Unsupported,
 )
 from stagemesh.shared.obs.log import Log
 
 log = Log(logging.getLogger(__name__))
 
 MAX_DETAILS_BYTES: Final = 2000  # with all escapes below the 8 KiB of trailers beyond which a client gets none of it
+BROKEN_WRITE: Final = "Internal error from Core"  # what the library says where a connection breaks under a write
 RETRY_AFTER: Final = "retry-after-s"
 ANSWERED: Final = "stagemesh-answered"  # in the trailing metadata of every status that a server of ours sends itself
 
@@ -122,6 +124,10 @@ def from_status(
             return Cancelled(f"{peer}: {details or code.name}")
         case grpc.StatusCode.FAILED_PRECONDITION:
             return ProtocolViolation(f"{peer}: {details}")
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return Unsupported(f"{peer}: {details}")
+        case grpc.StatusCode.INTERNAL if details.startswith(BROKEN_WRITE) and not has_answered:
+            return Unreachable(f"{peer}: the connection has broken")
         case _:
             return Bug(f"{peer}: {code.name}: {details}")
 

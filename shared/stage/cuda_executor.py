@@ -45,6 +45,7 @@ class Launched:
     num_ids: int
     logprobs: RowLogprobs
     launch_ns: int
+    end_ns: int  # of the launch, CLOCK_MONOTONIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ class CudaStageExecutor(StageExecutor):
         self._inbox, self._outbox = inbox, outbox
         self._first, self._last, self._hidden_size = first, last, hidden_size
         self._in_flight = 0
+        self._submitted_ns: dict[int, int] = {}  # when the step's command came; of steps that are not through
         self._frames = Frames(max_rows)
         self.busy_ms = self.idle_ms = 0.0  # between the first and the last step, by the device's clock
         self.launch_ns = 0
@@ -110,6 +112,11 @@ class CudaStageExecutor(StageExecutor):
             "gpu_idle_us": round(self.idle_ms * 1e3),
             "launch_us": self.launch_ns // 1000,
         }
+
+    def submit(self, command: Command) -> None:
+        super().submit(command)
+        if command.step is not None:
+            self._submitted_ns[command.step.number] = time.monotonic_ns()
 
     async def run(self) -> None:
         completions = self._completions = Completions(asyncio.get_running_loop(), self._frames, self._fail)
@@ -151,7 +158,8 @@ class CudaStageExecutor(StageExecutor):
             frames.copy_ids(frame, output.tensor)
         frames.record(frame.done, self._stream)
         num_ids = len(step.rows) if self._last else 0
-        return Launched(frame, num_ids, output.logprobs, time.monotonic_ns() - start_ns)
+        end_ns = time.monotonic_ns()
+        return Launched(frame, num_ids, output.logprobs, end_ns - start_ns, end_ns)
 
     def _await_inputs(self, step: Step) -> Tensor | None:
         """Lets the stream wait for what the step needs. Returns a chunk's activations; decode's graphs know theirs."""
@@ -189,7 +197,7 @@ class CudaStageExecutor(StageExecutor):
         self.busy_ms += through.busy_ms
         self.idle_ms += through.idle_ms
         self.launch_ns += launched.launch_ns
-        self.launch_s = launched.launch_ns / 1e9
+        self.launch_s = (launched.end_ns - self._submitted_ns.pop(step.number)) / 1e9
         self._rest()
         start_ns = through.end_ns - round(through.busy_ms * 1e6)
         self._tracer.span(

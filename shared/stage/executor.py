@@ -74,7 +74,7 @@ class StageExecutor:
         self._news = asyncio.Event()
         self._last_number = 0
         self.steps_done = self.hops_done = self.hop_ns = 0
-        self.launch_s = 0.0  # that the host took to enqueue the latest step on a device that computes by itself
+        self.launch_s = 0.0  # from the latest step's command to its being enqueued on a device that computes by itself
         self.occupancy = Occupancy(time.monotonic_ns())
         self.clock = StepClock()
         self._command: Command | None = None  # that it is at

@@ -155,7 +155,7 @@ class CompilerProcess:
         return self._process.pid
 
     async def compile(self, structure: Structure) -> tuple[bytes, int]:
-        """Serialized, and its size in memory. Raises Rejected, or Retryable if the process is gone."""
+        """Serialized, and its size in memory. Raises Rejected, or Retryable if the process is gone or the host busy."""
         self._last += 1
         number, answer = self._last, asyncio.get_running_loop().create_future()
         self._answers[number] = answer
@@ -179,7 +179,11 @@ class CompilerProcess:
                 header = json.loads(line)
                 payload = await self._process.stdout.readexactly(header["size"])
                 answer = self._answers.get(header["id"])
-                if answer is not None and not answer.done():
+                if answer is None or answer.done():
+                    continue
+                if header["busy"]:
+                    answer.set_exception(Retryable(payload.decode()))
+                else:
                     answer.set_result((payload, header["bytes"] if header["ok"] else -1))
         self.is_gone = True
         for answer in self._answers.values():

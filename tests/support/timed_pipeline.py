@@ -12,7 +12,7 @@ from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 
 PROMPT_TOKENS = 4
-MAX_TOKENS = 200
+MAX_TOKENS = 800
 STEP_S = 0.01
 
 
@@ -20,8 +20,11 @@ class TimedDecode:
     """A step begins on a stage when that is free, the stage before is through with it and, on the first, the ids that
     it takes are sampled. Times are in steps of one stage: a cycle of the pipeline is as many as there are stages."""
 
-    def __init__(self, num_stages: int, *, running: int, late_issue: bool = False) -> None:
-        """`late_issue` wants `monotonic` to be the clock that the scheduler reads."""
+    def __init__(
+        self, num_stages: int, *, running: int, late_issue: bool = False, launch: float = 0.0, is_told: bool = True
+    ) -> None:
+        """`late_issue` wants `monotonic` to be the clock that the scheduler reads. A step is on the first stage
+        `launch` after it is issued, which the scheduler `is_told`."""
         self.scheduler = DecodeScheduler(
             num_pages=1 << 11,
             page_size=16,
@@ -30,7 +33,8 @@ class TimedDecode:
             pp_size=num_stages,
             late_issue=late_issue,
         )
-        self.now = 0.0
+        self.now, self.step_time = 0.0, 1.0
+        self._launch, self._is_told = launch, is_told
         self._num_stages = num_stages
         self._free_at = [0.0] * num_stages
         self._sampled_at: dict[int, float] = {}
@@ -66,6 +70,8 @@ class TimedDecode:
             self.now = event
             if self._results and self._results[0][0] <= event:
                 _, step = self._results.pop(0)
+                if self._is_told:
+                    self.scheduler.launched(self._launch * STEP_S)
                 self.scheduler.result(step.number, np.full(len(step.rows), 7))
             self._poll()
         self.now = time
@@ -98,11 +104,11 @@ class TimedDecode:
     def _run(self, command: Command) -> None:
         if (step := command.step) is None:
             return
-        at = max([self.now, *(self._sampled_at[number] for number in step.source_steps)])
+        at = max([self.now + self._launch, *(self._sampled_at[number] for number in step.source_steps)])
         for stage in range(self._num_stages):
             begins = max(at, self._free_at[stage])
             if stage == 0:
                 self.begun.append((begins, step))
-            at = self._free_at[stage] = begins + 1
+            at = self._free_at[stage] = begins + self.step_time
         self._sampled_at[step.number] = at
         self._results.append((at, step))

@@ -12,12 +12,12 @@ import pytest
 from stagemesh.services.broker.fences import Fences
 from stagemesh.services.broker.progress import ProgressWatch
 from stagemesh.services.broker.service import BrokerService
-from stagemesh.services.broker.ticket import Close
+from stagemesh.services.broker.ticket import Close, Commit
 from stagemesh.shared.codec.mesh import ref_to_pb
 from stagemesh.shared.config import BrokerSection, MeshSection, MetricsSection, NatsSection, TlsSection
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.progress import STANDSTILL_S, STEPS, StageProgress
-from stagemesh.shared.errors import PeerLost, ProtocolViolation
+from stagemesh.shared.errors import Bug, Cancelled, PeerLost, ProtocolViolation, StagemeshError
 from stagemesh.shared.fsm.ticket import TicketState
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import broker_pb2
@@ -83,6 +83,12 @@ class Heads:
         self.asked, self.read = asyncio.Event(), asyncio.Event()
         self.done = asyncio.Event()
         self.is_gone = False
+        self.commit_error: StagemeshError | None = None
+
+    async def commit(self, action: Commit) -> bool:
+        if self.commit_error is not None:
+            raise self.commit_error
+        return True
 
     def add(self, info: object) -> None: ...
 
@@ -194,5 +200,23 @@ def test_an_epoch_that_was_lost_does_not_come_back() -> None:
         broker.members._report(instance_of("p", PREFILL, epoch=2))
         assert broker.members.get(P2) is not None
         assert broker.members.lost_by_reason == {"it is silent": 1}
+
+    with_broker(follow)
+
+
+@pytest.mark.parametrize("error", [ProtocolViolation("epoch 1 is meant, this is 2"), Cancelled("it ends"), Bug("")])
+def test_a_head_that_refuses_a_commit_costs_its_ticket_and_not_the_broker(error: StagemeshError) -> None:
+    async def follow(broker: Broker) -> None:
+        broker.heads.commit_error = error
+        for writer in range(2):
+            pieces = [broker_pb2.PieceRange(target_rank=leg.target, last_page=2) for leg in broker.ticket.legs]
+            report = broker_pb2.WriterReport(
+                ticket_id=broker.ticket.ticket_id, instance=ref_to_pb(P1), pp_rank=writer, pieces=pieces
+            )
+            await broker.service.ReportWriter(report, None)
+        await broker.heads.done.wait()
+        assert broker.heads.closed == [("d", True)]
+        assert "its commit was refused" in broker.ticket.reason
+        assert (len(broker.book), broker.book.closed_by_outcome["failed"]) == (0, 1)
 
     with_broker(follow)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule import decode
-from stagemesh.shared.engine.schedule.late_issue import GRAIN_S, KNOWN_STEPS, LAUNCH_S, LAUNCHES, LateIssue, most_s
+from stagemesh.shared.engine.schedule.late_issue import (
+    GRAIN_S,
+    KNOWN_STEPS,
+    LAUNCH_S,
+    LAUNCHES,
+    PROBE_EVERY,
+    LateIssue,
+    most_s,
+)
 from tests.support.timed_pipeline import STEP_S, TimedDecode
 
 PHASES = 8
@@ -54,9 +63,9 @@ def test_a_sequence_that_moves_on_loses_a_turn_and_no_more() -> None:
     assert [gap for gap in sim.gaps(since=18) if gap != 2.0] == [3.0]
 
 
-def late(monkeypatch: pytest.MonkeyPatch, num_stages: int, running: int) -> TimedDecode:
+def late(monkeypatch: pytest.MonkeyPatch, num_stages: int, running: int, **launch: Any) -> TimedDecode:
     """All of `running` decode, and another one's prompt is being computed."""
-    sim = TimedDecode(num_stages, running=0, late_issue=True)
+    sim = TimedDecode(num_stages, running=0, late_issue=True, **launch)
     monkeypatch.setattr(decode, "time", sim)
     for _ in range(running):
         sim.add()
@@ -81,6 +90,42 @@ def test_while_prompts_come_a_step_is_issued_later_and_begins_no_later(
     assert min(waits) >= 1 - waited
 
 
+@pytest.mark.parametrize("launch", [0.1, 0.2, 0.3, 0.5, 0.6])
+@pytest.mark.parametrize(("num_stages", "running"), [(1, 3), (2, 16), (4, 34)])
+def test_however_long_launches_take_no_step_begins_later_for_it(
+    monkeypatch: pytest.MonkeyPatch, num_stages: int, running: int, launch: float
+) -> None:
+    """Where they leave time for it at all."""
+    sim = late(monkeypatch, num_stages, running, launch=launch)
+    sim.run_until(100)
+    begun = [time for time, _ in sim.begun if time >= 24]
+    assert max(later - before for before, later in pairwise(begun)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("num_stages", "running", "most"), [(1, 3, 1.12), (2, 16, 1.075)])
+def test_what_makes_launches_late_is_not_taken_for_longer_steps(
+    monkeypatch: pytest.MonkeyPatch, num_stages: int, running: int, most: float
+) -> None:
+    """Nobody knows of it, so it costs something: else the waits would grow with what they cost."""
+    sim = late(monkeypatch, num_stages, running, launch=0.5, is_told=False)
+    sim.run_until(400)
+    begun = [time for time, _ in sim.begun if time >= 24]
+    assert (begun[-1] - begun[0]) / (len(begun) - 1) <= most
+
+
+def test_steps_that_have_become_shorter_or_longer_are_waited_for_as_they_are_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sim = late(monkeypatch, 1, 3, launch=0.1)
+    for step_time in (0.6, 1.5):
+        sim.step_time = step_time
+        sim.run_until(sim.now + 3 * PROBE_EVERY * step_time)
+        start = sim.now
+        sim.run_until(start + 20)
+        begun = [time for time, _ in sim.begun if time >= start]
+        assert max(later - before for before, later in pairwise(begun)) == pytest.approx(step_time)
+
+
 def test_without_prompts_to_come_no_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     sim = TimedDecode(2, running=0, late_issue=True)
     monkeypatch.setattr(decode, "time", sim)
@@ -92,7 +137,7 @@ def test_without_prompts_to_come_no_step_waits(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_pipeline_that_has_run_empty_waits_for_nothing_until_it_knows_its_steps_again() -> None:
-    late = LateIssue(enabled=True)
+    late = LateIssue(enabled=True, depth=1)
     for at in range(1 + KNOWN_STEPS):
         assert late.wait_until(at * STEP_S) is None
         late.result(at * STEP_S, is_full=True)
@@ -118,7 +163,7 @@ def test_a_step_waits_as_long_as_there_is_time_for_its_launch(step_s: float, lau
 
 
 def test_a_host_that_has_become_slow_launches_earlier() -> None:
-    late = LateIssue(enabled=True)
+    late = LateIssue(enabled=True, depth=1)
     for at in range(1 + KNOWN_STEPS):
         late.result(at * STEP_S, is_full=True)
     now_s = KNOWN_STEPS * STEP_S

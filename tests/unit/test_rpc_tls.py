@@ -13,6 +13,7 @@ import pytest
 from stagemesh.shared.errors import Rejected, Retryable, StagemeshError, Unauthenticated
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import generator_pb2
+from stagemesh.shared.rpc.broker import BROKER
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.rpc.dial import PLAIN, Dial
 from stagemesh.shared.rpc.guard import Callers, Listening
@@ -20,6 +21,7 @@ from stagemesh.shared.rpc.server import Server
 from stagemesh.shared.security.keys import KeyRing, make_key
 from stagemesh.shared.security.material import Material, TlsFiles
 from tests.support.certificates import EXPIRED, Authority, write_files
+from tests.support.rpc_bench import FILL, FakeBroker
 
 LOG = Log(logging.getLogger("stagemesh.test"))
 LIMIT_S = 60.0
@@ -231,3 +233,37 @@ def test_calls_without_a_right_key_are_ended_before_their_message_is_read_but_fo
             await client.call("Check", health_pb2.HealthCheckRequest(), timeout_s=LIMIT_S)
 
     serve(Listening(), work, callers)
+
+
+def test_quick_calls_move_to_a_connection_with_the_new_certificate(tmp_path: Path) -> None:
+    """One that is under way has its answer over the old one, which then ends."""
+    place, later = Place(tmp_path), Authority("later")
+
+    async def main() -> None:
+        broker = FakeBroker()
+        server = Server({BROKER: broker}, Listening(Material(place.server, LOG), clients=True))
+        address = await server.start("127.0.0.1:0")
+        gate, waiting = asyncio.Event(), asyncio.Event()
+
+        async def wait() -> None:
+            waiting.set()
+            await gate.wait()
+
+        async with asyncio.timeout(LIMIT_S), Client(address, BROKER, dial=place.dial("peer")) as client:
+            broker.on_fill = wait
+            early = asyncio.create_task(client.quick("Fill", FILL, timeout_s=LIMIT_S))
+            await waiting.wait()
+            broker.on_fill = None
+            write_files(tmp_path, later.issue("server"), later.pem, "server")
+            write_files(tmp_path, later.issue("peer"), later.pem, "peer")
+            before = client._wire
+            await client.quick("Fill", FILL, timeout_s=LIMIT_S)
+            assert client._wire is not before
+            assert not early.done()
+            gate.set()
+            await early
+            await client.quick("Fill", FILL, timeout_s=LIMIT_S)  # which takes its time
+            assert not client._old, "the old one ends with its last answer"
+        await server.stop()
+
+    asyncio.run(main())

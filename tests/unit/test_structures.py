@@ -19,7 +19,7 @@ from stagemesh.shared.core.sampling import Structure
 from stagemesh.shared.engine import structure_worker
 from stagemesh.shared.engine.runner import StageRunner
 from stagemesh.shared.engine.structure_worker import Limits
-from stagemesh.shared.errors import Exhausted, Rejected, Retryable
+from stagemesh.shared.errors import Exhausted, Rejected, Retryable, StagemeshError
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.runtime.tasks import Tasks
 from stagemesh.shared.stage import structures
@@ -191,3 +191,46 @@ def test_a_mask_is_given_time_of_a_core_not_of_the_clock(model: Path, monkeypatc
     monkeypatch.setattr(time, "thread_time", lambda: next(clock))
     with pytest.raises(Rejected, match="its masks take longer"):
         structure_worker._compiled(vocabulary, GOOD)
+
+
+def test_on_a_host_without_time_for_it_a_structure_is_not_refused_for_good(
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    """What the worker says of such a child, and what the stage makes of it."""
+    limits, memory = Limits(0.1, 1 << 30), os.memfd_create("structure")
+    pid = os.fork()
+    if pid == 0:
+        structure_worker._limit(limits)
+        time.sleep(30.0)
+        os._exit(0)
+    structure_worker._finish(structure_worker._Job(1, "regex", pid, memory), limits)
+    said = capfdbinary.readouterr().out
+
+    async def go() -> None:
+        stdout = asyncio.StreamReader()
+        process = SimpleNamespace(stdin=Sink(), stdout=stdout, wait=lambda: asyncio.sleep(0))
+        worker = structures.CompilerProcess(cast("Any", process))
+        async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+            asked = group.create_task(refusal(worker))
+            await asyncio.sleep(0)
+            stdout.feed_data(said)
+            stdout.feed_eof()
+            await worker.read()
+        assert isinstance(asked.result(), Retryable)
+        assert "the host had no 0.1 s of a core" in str(asked.result())
+
+    asyncio.run(go())
+
+
+async def refusal(worker: structures.CompilerProcess) -> StagemeshError:
+    with pytest.raises(StagemeshError) as caught:
+        await worker.compile(GOOD)
+    return caught.value
+
+
+class Sink:
+    """Takes everything."""
+
+    def write(self, data: bytes) -> None: ...
+
+    async def drain(self) -> None: ...

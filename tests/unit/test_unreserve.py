@@ -35,12 +35,14 @@ class Heads:
 
     def __init__(self) -> None:
         self.answers: list[asyncio.Future[tuple[int, ...]]] = []
+        self.timeouts_s: list[float] = []
         self.asked = asyncio.Event()
 
     def add(self, info: object) -> None: ...
 
     async def reserve(self, ticket: Ticket, timeout_s: float) -> tuple[int, ...]:
         self.answers.append(asyncio.get_running_loop().create_future())
+        self.timeouts_s.append(timeout_s)
         self.asked.set()
         return await self.answers[-1]
 
@@ -175,3 +177,31 @@ def test_a_decode_head_gives_up_pages_only_on_the_brokers_word(verdict: bool | S
         return sequence.state.value
 
     assert asyncio.run(run()) == state
+
+
+def test_the_time_that_a_head_is_given_counts_from_when_it_is_asked() -> None:
+    """Not from when the call came, which may have waited for what a broker that was started anew must learn first."""
+
+    async def run() -> None:
+        caller, left = Caller(), [1.0]
+        await caller.start()
+        context = SimpleNamespace(time_remaining=lambda: left[0])
+        known, gate = caller.broker._recovery.ticket, asyncio.Event()
+
+        async def late(ticket_id: str) -> Ticket:
+            await gate.wait()
+            return await known(ticket_id)
+
+        caller.broker._ticketing._recovery = cast("Any", SimpleNamespace(ticket=late))
+        request = broker_pb2.ReserveRequest(ticket_id=caller.ticket_id)
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(caller.broker.Reserve(request, context))
+            await asyncio.sleep(0)
+            left[0] = 0.5
+            gate.set()
+            await caller.heads.asked.wait()
+            caller.heads.answers.pop().set_result((1,))
+        assert to_tuple(asking.result().pages) == (1,)
+        assert caller.heads.timeouts_s == [0.5]
+
+    asyncio.run(run())

@@ -73,7 +73,10 @@ class DecodeScheduler:
             priority_ageing_s=priority_ageing_s,
         )
         self._steps = DecodeSteps(self._core, run_ahead=run_ahead)
-        self._yielding, self._late = YieldPolicy(yield_s), LateIssue(enabled=late_issue)
+        self._yielding, self._late = (
+            YieldPolicy(yield_s),
+            LateIssue(enabled=late_issue, depth=num_microbatches + run_ahead),
+        )
         self.pages, self.issuer, self.stats = self._core.pages, self._core.issuer, self._core.stats
         self.growth = self._core.growth
         self.microbatches, self.sequences = self._core.microbatches, self._core.sequences
@@ -192,7 +195,7 @@ class DecodeScheduler:
                 self._core.receive(sequence, token_id, logprobs.get(row))
 
     def launched(self, took_s: float) -> None:
-        """The first stage has enqueued a step on its device, in so much time of the host."""
+        """The first stage had a step on its device so long after it was issued."""
         self._late.launched(took_s)
 
     def copied(self, handle: int, pp_rank: int, *, restored: bool) -> None:

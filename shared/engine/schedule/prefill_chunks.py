@@ -39,7 +39,9 @@ class PrefillChunks:
 
     def issue(self) -> Iterator[Command]:
         """As many as may be out."""
-        self._size.update(self.expected(), is_empty=not self._issuer.outstanding)
+        out = len(self._issuer.outstanding)
+        if out < self._max_steps:
+            self._size.update(self.expected(), is_empty=not out)
         while self._may_issue() and (command := self._next_chunk()) is not None:
             yield command
 
