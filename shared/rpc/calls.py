@@ -95,16 +95,16 @@ def _failure(call: calls_pb2.Call, error: Exception, name: str) -> calls_pb2.Cal
 
 class QuickCalls:
     """Calls of `methods` of one peer. The first one opens a stream with `open_stream`; so does the next one after its
-    end, or when `is_stale` says that the connection has been replaced: then the old one ends with its last answer."""
+    end, or when what connections are made with, `made_with`, is another: then the old one ends with its last answer."""
 
     def __init__(
         self,
         peer: str,
         methods: Iterable[MethodDescriptor],
         open_stream: Callable[[], Duplex],
-        is_stale: Callable[[], bool],
+        made_with: Callable[[], object],
     ) -> None:
-        self._peer, self._open, self._is_stale = peer, open_stream, is_stale
+        self._peer, self._open, self._made_with = peer, open_stream, made_with
         self._replies = {method.name: GetMessageClass(method.output_type) for method in methods}
         self._stream: _Stream | None = None
         self._retired: set[_Stream] = set()
@@ -120,12 +120,13 @@ class QuickCalls:
 
     def _current(self) -> _Stream:
         self._retired = {stream for stream in self._retired if not stream.over}
-        if self._stream is not None and not self._stream.over and self._is_stale():
+        made_with = self._made_with()
+        if self._stream is not None and not self._stream.over and self._stream.made_with is not made_with:
             self._stream.retire()
             self._retired.add(self._stream)
             self._stream = None
         if self._stream is None or self._stream.over:
-            self._stream = _Stream(self._peer, self._open())
+            self._stream = _Stream(self._peer, self._open(), made_with)
         return self._stream
 
     async def close(self) -> None:
@@ -138,8 +139,8 @@ class QuickCalls:
 class _Stream:
     """One stream, to its end."""
 
-    def __init__(self, peer: str, duplex: Duplex) -> None:
-        self._peer, self._duplex = peer, duplex
+    def __init__(self, peer: str, duplex: Duplex, made_with: object) -> None:
+        self._peer, self._duplex, self.made_with = peer, duplex, made_with
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[calls_pb2.CallReply]] = {}
         self._unsent: dict[int, calls_pb2.Call] = {}

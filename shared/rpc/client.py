@@ -32,7 +32,7 @@ class Client:
         Calls use the certificate that `dial` has when they begin; those under way go on over the old connection."""
         self.address, self._wait, self._dial = address, wait, dial
         self._bound = [method for service in (*services, CALLS) for method in service.methods]
-        self._quick = QuickCalls(address, self._bound, lambda: self.open("CallStream"), self._is_stale)
+        self._quick = QuickCalls(address, self._bound, lambda: self.open("CallStream"), lambda: dial.pems(address))
         self._old: set[Wire] = set()  # with calls under way
         self._wire = self._connect(dial.pems(address))
 
@@ -40,10 +40,6 @@ class Client:
         wire = Wire(self._dial.connect(self.address, pems), pems)
         wire.methods = {method.name: _bind(wire.channel, method) for method in self._bound}
         return wire
-
-    def _is_stale(self) -> bool:
-        """Calls that begin now need another connection."""
-        return self._dial.pems(self.address) is not self._wire.pems
 
     def _begin(self, method: str, *request: Message, **options: Any) -> Any:
         pems = self._dial.pems(self.address)

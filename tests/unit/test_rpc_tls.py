@@ -235,7 +235,8 @@ def test_calls_without_a_right_key_are_ended_before_their_message_is_read_but_fo
     serve(Listening(), work, callers)
 
 
-def test_quick_calls_move_to_a_connection_with_the_new_certificate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["quick", "call"])
+def test_quick_calls_move_to_a_connection_with_the_new_certificate(tmp_path: Path, first: str) -> None:
     """One that is under way has its answer over the old one, which then ends."""
     place, later = Place(tmp_path), Authority("later")
 
@@ -257,8 +258,10 @@ def test_quick_calls_move_to_a_connection_with_the_new_certificate(tmp_path: Pat
             write_files(tmp_path, later.issue("server"), later.pem, "server")
             write_files(tmp_path, later.issue("peer"), later.pem, "peer")
             before = client._wire
+            await getattr(client, first)("Fill", FILL, timeout_s=LIMIT_S)
             await client.quick("Fill", FILL, timeout_s=LIMIT_S)
             assert client._wire is not before
+            assert client._wire.num_calls == 1
             assert not early.done()
             gate.set()
             await early
