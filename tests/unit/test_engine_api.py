@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from stagemesh.services.router.engine_api import EngineService
 from stagemesh.services.router.generator import GeneratorService
 from stagemesh.shared.core.directory import Role
-from stagemesh.shared.errors import Bug, Exhausted, Rejected
+from stagemesh.shared.errors import Exhausted, Rejected, Unsupported
 from stagemesh.shared.model.source import open_model
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.rpc.engine_proto import engine_proto
@@ -135,7 +135,7 @@ def test_what_it_says_of_itself(folder: Path, model: Path, monkeypatch: pytest.M
         assert (health.healthy, health.message) == (False, "no decode instance is there to take requests")
         router.refuse()
         assert (await call("HealthCheck")).message == "this router is being stopped"
-        with pytest.raises(Bug, match="UNIMPLEMENTED"):
+        with pytest.raises(Unsupported, match="Method not found"):
             await call("Embed")
 
     serve(folder, model, work)
