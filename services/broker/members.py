@@ -108,7 +108,7 @@ class Members:
                 async for report in reports:
                     silence.broken()
                     leaving = report.leaving
-                    self._report(instance_from_pb(report.info))
+                    self._report(_same(ref, instance_from_pb(report.info)))
                     self._look()
                     if still := self._progress.stuck(ref, map(progress_from_pb, report.progress), self._clock()):
                         why = STUCK
@@ -235,6 +235,13 @@ class Members:
 
     def describe(self, now_s: float) -> Iterator[Entry]:
         return (describe_instance(info, self._reports[info.ref], now_s) for info in self._directory)
+
+
+def _same(ref: InstanceRef, info: InstanceInfo) -> InstanceInfo:
+    """Raises ProtocolViolation for a report of another instance, or another epoch, than the stream has begun with."""
+    if info.ref != ref:
+        raise ProtocolViolation(f"a stream is one instance's: it was {ref}, and reports {info.ref}")
+    return info
 
 
 class _Silent(Exception):

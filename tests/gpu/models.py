@@ -117,7 +117,7 @@ def cuda_stage(
         decode.capture(stream, lambda done, total: None)
     else:
         with torch.cuda.stream(stream):
-            chunks = PrefillForward(model, pool, num_slots, 1024)
+            chunks = PrefillForward(model, pool, num_slots, 8192)
     torch.cuda.synchronize()
     copies = HostCopies(CudaPageCopier(pool), 1 << 30)
     runner = CudaStageRunner(model, pool, copies, num_slots=num_slots, max_rows=max_rows, graphs=decode, chunks=chunks)

@@ -18,6 +18,16 @@ LIMIT_S = 30.0
 FILL = broker_pb2.FillRequest(ticket_id="t")
 
 
+async def fail_with(error: Exception) -> Any:
+    raise error
+
+
+async def quick_fill(client: Client, timeout_s: float = LIMIT_S) -> broker_pb2.FillReply:
+    """A call over the client's stream."""
+    reply: broker_pb2.FillReply = await client.quick("Fill", FILL, timeout_s=timeout_s)
+    return reply
+
+
 class FakeBroker(Partial):
     """Does what a test says. A hook that is not set is not called."""
 

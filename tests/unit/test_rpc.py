@@ -24,12 +24,7 @@ from stagemesh.shared.rpc.broker import BROKER, BrokerClient
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.rpc.options import MAX_MESSAGE_BYTES
 from stagemesh.shared.rpc.server import Server
-from tests.support.rpc_bench import FILL, LIMIT_S, FakeBroker, run
-
-
-async def fail_with(error: Exception) -> None:
-    raise error
-
+from tests.support.rpc_bench import FILL, LIMIT_S, FakeBroker, fail_with, run
 
 ERRORS = [
     pytest.param(

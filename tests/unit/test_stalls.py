@@ -15,6 +15,7 @@ from stagemesh.services.broker.members import ENDED, STUCK, Members
 from stagemesh.services.broker.stalls import STALL_S, Stalls
 from stagemesh.shared.bus.events import Events
 from stagemesh.shared.codec.mesh import instance_to_pb, progress_to_pb
+from stagemesh.shared.core.directory import InstanceInfo
 from stagemesh.shared.core.identity import InstanceRef
 from stagemesh.shared.core.progress import StageProgress
 from stagemesh.shared.errors import ProtocolViolation
@@ -42,9 +43,9 @@ class Stream:
         self._reports: asyncio.Queue[broker_pb2.InstanceReport | None] = asyncio.Queue()
         self.told = asyncio.Event()
 
-    def report(self, *, steps_done: int = 1, has_work: bool = False) -> None:
+    def report(self, *, steps_done: int = 1, has_work: bool = False, info: InstanceInfo = D) -> None:
         progress = [progress_to_pb(StageProgress(0, steps_done, has_work, 0.01))]
-        self._reports.put_nowait(broker_pb2.InstanceReport(info=instance_to_pb(D), progress=progress))
+        self._reports.put_nowait(broker_pb2.InstanceReport(info=instance_to_pb(info), progress=progress))
 
     def end(self) -> None:
         self._reports.put_nowait(None)
@@ -155,3 +156,19 @@ def test_a_stage_did_not_stand_still_while_the_broker_did(stalls: bool) -> None:
         with pytest.raises(ExceptionGroup) as caught:
             asyncio.run(main())
         assert caught.value.subgroup(ProtocolViolation) is not None
+
+
+@pytest.mark.parametrize("other", [instance_of("d", DECODE, epoch=2), instance_of("e", DECODE)], ids=["epoch", "name"])
+def test_a_stream_that_reports_another_instance_than_its_own_is_a_violation(other: InstanceInfo) -> None:
+    async def main() -> None:
+        async with broker(0.01) as (made, _):
+            stream = Stream()
+            stream.report()
+            stream.report(info=other)
+            with pytest.raises(ExceptionGroup) as caught:
+                await made.members.join(aiter(stream), stream)
+            assert caught.group_contains(ProtocolViolation, match="a stream is one instance's: it was d@1, and reports")
+            assert made.members.get(other.ref) is None
+            assert await made.lost.get() == D.ref
+
+    asyncio.run(main())
