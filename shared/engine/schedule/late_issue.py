@@ -7,17 +7,20 @@ full. To launch it takes less. Who joins in between would wait for the step afte
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from typing import Final
 
 SHARE: Final = 0.4  # of a step, however short: the rest is for the launch, and for what may come in its way
 LAUNCH_S: Final = 0.002
 """What is left of a long step for the launch of the next one, which takes 1 to 1.2 ms of most hosts, however long steps
 are."""
-LAUNCHES: Final = 1.5
-"""What is left at least, in launches as this host has made them lately, and as late as it was with them."""
+MARGIN_S: Final = 0.00025
+"""What is left at least beside a launch, as long and as late as three of four are on this host. The fourth may cost a
+little; to leave time for the longest of many costs every prompt the wait for one more step."""
 GRAIN_S: Final = 0.001  # of timers: a shorter wait would be none, or a longer one
 EARLY_S: Final = 0.0002  # that a timer may be
 KNOWN_STEPS: Final = 8
+KNOWN_LAUNCHES: Final = 16
 PROBE_EVERY: Final = 64  # results: then some steps wait for nothing, so that their time is seen
 
 
@@ -33,8 +36,8 @@ class LateIssue:
         self._enabled, self._depth = enabled, depth
         self._latest_s: float | None = None
         self._steps_s: deque[float] = deque(maxlen=KNOWN_STEPS)
-        self._launches_s: deque[float] = deque(maxlen=KNOWN_STEPS)
-        self._lateness_s: deque[float] = deque(maxlen=KNOWN_STEPS)
+        self._launches_s: deque[float] = deque(maxlen=KNOWN_LAUNCHES)
+        self._lateness_s: deque[float] = deque(maxlen=KNOWN_LAUNCHES)
         self._due_s: float | None = None
         self._touched = 0  # results to come that a wait may have touched
         self._since_probe = 0
@@ -65,7 +68,7 @@ class LateIssue:
             self._lateness_s.append(max(0.0, now_s - self._due_s))
             self._due_s = None
             return None
-        launch_s = max(self._launches_s, default=0.0) + max(self._lateness_s, default=0.0)
+        launch_s = _usual(self._launches_s) + _usual(self._lateness_s)
         due_s = self._latest_s + int(most_s(min(self._steps_s), launch_s) / GRAIN_S) * GRAIN_S
         if now_s >= due_s - EARLY_S:
             return None
@@ -76,4 +79,9 @@ class LateIssue:
 def most_s(step_s: float, launch_s: float) -> float:
     """How long a step that runs ahead may wait after the beginning of the one before it, which takes `step_s`, where a
     launch takes `launch_s`."""
-    return max(0.0, min(max(SHARE * step_s, step_s - LAUNCH_S), step_s - LAUNCHES * launch_s))
+    return max(0.0, min(max(SHARE * step_s, step_s - LAUNCH_S), step_s - launch_s - MARGIN_S))
+
+
+def _usual(values: Collection[float]) -> float:
+    """What three of four are at most."""
+    return sorted(values)[-(-3 * len(values) // 4) - 1] if values else 0.0
