@@ -18,7 +18,7 @@ from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.progress import StageProgress
 from stagemesh.shared.core.tickets import TicketLeg
 from stagemesh.shared.engine.schedule.decode_settings import StepRoom
-from stagemesh.shared.errors import Cancelled, ProtocolViolation, Rejected, Retryable
+from stagemesh.shared.errors import Bug, Cancelled, ProtocolViolation, Rejected, Retryable
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.obs.metrics import Sample
@@ -68,6 +68,15 @@ class Head(ABC):
 
     @abstractmethod
     def on_result(self, step: int, token_ids: Ints, logprobs: RowLogprobs) -> None: ...
+
+    def _check_ids(self, step: int, token_ids: Ints) -> None:
+        """Raises Bug if a row has an id that no vocabulary has; -1 is that of a row that samples none. What a
+        device's memory held before its time ends here, not with a client or in the next step."""
+        if len(token_ids) and not -1 <= token_ids.min() <= token_ids.max() < self._context.vocab_size:
+            raise Bug(
+                f"step {step} came back with ids {token_ids.min()} to {token_ids.max()} of a vocabulary of "
+                f"{self._context.vocab_size}"
+            )
 
     @abstractmethod
     def on_applied(self, number: int) -> None: ...

@@ -8,6 +8,7 @@ import math
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from stagemesh.services.decode.head import DecodeHead
@@ -18,8 +19,9 @@ from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.engine.schedule.prefill import PrefillScheduler
-from stagemesh.shared.errors import ProtocolViolation
+from stagemesh.shared.errors import Bug, ProtocolViolation
 from stagemesh.shared.obs.log import Log
+from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.pb import instance_pb2
 from tests.support.instances import DECODE, PREFILL, instance_of
 
@@ -28,7 +30,7 @@ VOCAB = 100
 
 def context(info: Any) -> Any:
     log = Log(logging.getLogger("stagemesh.test"))
-    return cast("Any", SimpleNamespace(info=info, log=log, vocab_size=VOCAB))
+    return cast("Any", SimpleNamespace(info=info, log=log, vocab_size=VOCAB, tracer=Tracer("x/0")))
 
 
 @pytest.mark.parametrize("token_ids", [[5, VOCAB], [-1, 5], [2**40]])
@@ -53,6 +55,22 @@ def test_a_first_token_outside_the_vocabulary_is_a_violation() -> None:
         head = DecodeHead(context(instance_of("d", DECODE)), scheduler)
         with pytest.raises(ProtocolViolation, match=r"must be in 0..99, got 100"):
             head.on_first_token(RequestRef("r", 1), VOCAB)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("token_ids", [[5, VOCAB], [-2, 5], [2**40]])
+def test_an_id_of_no_vocabulary_that_comes_from_a_device_goes_no_further(token_ids: list[int]) -> None:
+    async def run() -> None:
+        prefill = PrefillScheduler(num_pages=8, page_size=4, pp_size=1, chunk_size=8, max_sequences=4, reserve_ahead=1)
+        decode = DecodeScheduler(num_pages=8, page_size=4, num_microbatches=1, max_running=4)
+        heads = (
+            PrefillHead(context(instance_of("p", PREFILL)), prefill),
+            DecodeHead(context(instance_of("d", DECODE)), decode),
+        )
+        for head in heads:
+            with pytest.raises(Bug, match=r"step 1 came back with ids -?[0-9]+ to [0-9]+ of a vocabulary of 100"):
+                head.on_result(1, np.array(token_ids), {})
 
     asyncio.run(run())
 
