@@ -2,7 +2,8 @@
 device is through.
 
 submit --> [forward thread: apply, enqueue] --> next command, at once
-               device: wait for inputs -> forward -> hand on    ...    --> [completion thread] --> result, KV writes
+               device: wait for inputs -> forward -> the next step's inputs ...
+                                             `-> hand on, beside it     --> [completion thread] --> result, KV writes
 
 Steps wait for each other on the devices alone: activations and sampled ids lie in rings of the stages' GPUs. So the
 host runs ahead as far as the head issues commands. KV writes of a chunk begin when its event has come, not before.
@@ -39,10 +40,12 @@ from stagemesh.shared.stage.parts import StageParts
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step on the device. `frame` is around what it computes; `num_ids` come into it, on the last stage."""
+    """A step on the device. `frame` is around what it computes; `num_ids` come into it, on the last stage. `handed_on`
+    is kept until the device is through: its memory is the computing stream's, which waits for no copy of it."""
 
     frame: Frame
     num_ids: int
+    handed_on: Tensor | None
     logprobs: RowLogprobs
     launch_ns: int
     end_ns: int  # of the launch, CLOCK_MONOTONIC
@@ -61,7 +64,9 @@ class Through:
 
 class CudaStageExecutor(StageExecutor):
     """`inbox`: activations from the previous stage or, on the first decode stage, ids from the last one. `outbox`: the
-    next stage's inbox; on the last decode stage the first one's; None on the last prefill stage."""
+    next stage's inbox; on the last decode stage the first one's; None on the last prefill stage. What a step leaves is
+    handed on by the stream `beside` the computing one, if there is one: a short copy between two steps costs the device
+    several times its own time."""
 
     def __init__(
         self,
@@ -69,6 +74,7 @@ class CudaStageExecutor(StageExecutor):
         onwards: Onwards,
         *,
         stream: torch.cuda.Stream,
+        beside: torch.cuda.Stream | None,
         inbox: DeviceInbox | None,
         outbox: DeviceOutbox | None,
         first: bool,
@@ -90,7 +96,7 @@ class CudaStageExecutor(StageExecutor):
             prepare_thread=partial(torch.cuda.set_stream, stream),
         )
         self._is_first = first
-        self._cuda_runner, self._stream = runner, stream
+        self._cuda_runner, self._stream, self._beside = runner, stream, beside
         self._inbox, self._outbox = inbox, outbox
         self._first, self._last, self._hidden_size = first, last, hidden_size
         self._in_flight = 0
@@ -152,14 +158,23 @@ class CudaStageExecutor(StageExecutor):
         hidden = self._await_inputs(step)
         frames.record(frame.begun, self._stream)
         output = forward(hidden)
-        if self._outbox is not None:
-            self._outbox.send(self._stream, step.number, output.tensor)
-        if self._last:
-            frames.copy_ids(frame, output.tensor)
-        frames.record(frame.done, self._stream)
+        frames.record(frame.computed, self._stream)
+        self._hand_on(step, frame, output.tensor)
         num_ids = len(step.rows) if self._last else 0
+        handed_on = None if self._beside is None else output.tensor
         end_ns = time.monotonic_ns()
-        return Launched(frame, num_ids, output.logprobs, end_ns - start_ns, end_ns)
+        return Launched(frame, num_ids, handed_on, output.logprobs, end_ns - start_ns, end_ns)
+
+    def _hand_on(self, step: Step, frame: Frame, output: Tensor) -> None:
+        frames, stream = self._frames, self._stream
+        if self._beside is not None:
+            stream = self._beside
+            frames.follow(stream, frame.computed)
+        if self._outbox is not None:
+            self._outbox.send(stream, step.number, output)
+        if self._last:
+            frames.copy_ids(frame, output, stream)
+        frames.record(frame.done, stream)
 
     def _await_inputs(self, step: Step) -> Tensor | None:
         """Lets the stream wait for what the step needs. Returns a chunk's activations; decode's graphs know theirs."""
@@ -238,6 +253,7 @@ def make_cuda_executor(
         parts.runner,
         onwards,
         stream=device.stream,
+        beside=device.beside,
         inbox=device.inbox,
         outbox=outbox,
         first=parts.first,
@@ -288,8 +304,8 @@ class Completions:
         frames, frame = self._frames, launched.frame
         frames.wait(frame.done)
         end_ns = time.monotonic_ns()
-        busy_ms = frames.between_ms(frame.begun, frame.done)
-        idle_ms = 0.0 if before is None else frames.between_ms(before.done, frame.begun)
+        busy_ms = frames.between_ms(frame.begun, frame.computed)
+        idle_ms = 0.0 if before is None else frames.between_ms(before.computed, frame.begun)
         return Through(end_ns, busy_ms, idle_ms, frames.ids(frame, launched.num_ids))
 
     def _call(self, then: Callable[[Through], None], through: Through) -> None:

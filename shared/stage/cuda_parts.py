@@ -32,10 +32,12 @@ ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
-    """`inbox` is None where nothing comes from another stage over the devices: on the first prefill stage. `max_rows`
+    """`inbox` is None where nothing comes from another stage over the devices: on the first prefill stage. `beside` is
+    the stream that hands on what decode's steps leave; None in prefill, whose steps are long and leave much. `max_rows`
     are those of a step: sequences in decode, tokens in prefill."""
 
     stream: torch.cuda.Stream
+    beside: torch.cuda.Stream | None
     inbox: DeviceInbox | None
     max_rows: int
     packed: bool
@@ -112,4 +114,5 @@ def build_device(
     runner = CudaStageRunner(
         model, pool, copies, num_slots=sizes.num_slots, max_rows=max_rows, graphs=graphs, chunks=chunks
     )
-    return runner, DeviceParts(stream, inbox, max_rows, packs)
+    beside = torch.cuda.Stream() if decodes else None  # type: ignore[no-untyped-call]
+    return runner, DeviceParts(stream, beside, inbox, max_rows, packs)

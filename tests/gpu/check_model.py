@@ -3,6 +3,7 @@ strided views in pools of more than 2^31 elements."""
 
 from __future__ import annotations
 
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from stagemesh.shared.core.commands import SAMPLE, Step
+from stagemesh.shared.core.layers import LayerRange
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.model.layers import allocate_pool
 from stagemesh.shared.model.source import ModelSource
@@ -38,13 +40,26 @@ def test_biases_and_norms_of_heads_follow_the_reference(tmp_path: Path, model_ty
     follow(open_small(tmp_path, model_type=model_type, sliding_window=None), graphs=True, packed=True)
 
 
-def follow(source: ModelSource, *, graphs: bool, packed: bool) -> None:
-    """Teacher-forced with the reference's tokens, so that every step compares the same inputs."""
-    texts = prompts(source.config.vocab_size)
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("sliding_window", [None, 50])
+def test_more_rows_than_attention_splits_follow_the_reference(
+    tmp_path: Path, graphs: bool, sliding_window: int | None
+) -> None:
+    """37 of them, and padding up to 40."""
+    source = open_small(tmp_path, num_attention_heads=32, num_key_value_heads=8, sliding_window=sliding_window)
+    follow(source, graphs=graphs, packed=True, count=37)
+
+
+def follow(source: ModelSource, *, graphs: bool, packed: bool, count: int = len(LENGTHS)) -> None:
+    """Teacher-forced with the reference's tokens, so that every step compares the same inputs. `count`: of prompts."""
+    texts = list(islice(cycle(prompts(source.config.vocab_size)), count))
     num_pages = sum(-(-(len(p) + NEW) // PAGE) for p in texts)
     reference = cpu_stage(source, num_pages=num_pages)
     prefill, pool, stream = cuda_stage(source, "prefill", num_pages=num_pages)
-    decode, _, stream_2 = cuda_stage(source, "decode", num_pages=num_pages, graphs=graphs, pool=pool, packed=packed)
+    rows = 2 * len(texts)
+    decode, _, stream_2 = cuda_stage(
+        source, "decode", num_pages=num_pages, max_rows=rows, graphs=graphs, pool=pool, packed=packed
+    )
     for runner in (reference, prefill, decode):
         join(runner, texts, NEW)
     spy_cpu, spy_gpu = spy(reference), spy_cuda(prefill, decode)
@@ -66,7 +81,8 @@ def follow(source: ModelSource, *, graphs: bool, packed: bool) -> None:
         gaps = (top[:, 0] - top[:, 1]) / top[:, 0].abs()
         near += int((flipped & (gaps < 4 * 2**-8)).sum())
     print(
-        f"{source.config.architecture}, head_dim {source.config.head_dim}, graphs {graphs}, packed {packed}: "
+        f"{source.config.architecture}, head_dim {source.config.head_dim}, {len(texts)} rows, graphs {graphs}, "
+        f"packed {packed}: "
         f"relative error of logits {max(errors):.4f}, "
         f"{flips} of {NEW * len(texts)} greedy ids differ, {near} of them near ties"
     )
@@ -90,6 +106,33 @@ def test_graphs_change_nothing(tmp_path: Path) -> None:
             ids.append(run_cuda(decode, stream_2, step).tolist())
         made.append(ids)
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("num_layers", [2, 4], ids=["hidden", "ids"])
+def test_what_a_step_leaves_stays_until_its_slot_is_used_again(tmp_path: Path, num_layers: int) -> None:
+    """It is handed on beside the steps that follow, in other slots and of other sizes."""
+    source = open_small(tmp_path)
+    texts = list(islice(cycle(prompts(source.config.vocab_size)), 16))
+    num_pages = sum(-(-(len(p) + NEW) // PAGE) for p in texts)
+    layers = LayerRange(0, num_layers)
+    decode, pool, stream = cuda_stage(source, "decode", num_pages=num_pages, num_slots=3, layers=layers)
+    pool.normal_()
+    join(decode, texts, NEW)
+    counts = (3, 16, 9, 16, 1, 5, 2, 8, 4)
+    steps = [
+        decode_step(number, [len(p) for p in texts[:count]], list(range(3, 3 + count)))
+        for number, count in enumerate(counts, start=3)
+    ]
+    with torch.cuda.stream(stream):
+        expected = []
+        for step in steps:
+            expected.append(decode.prepare(step)(None).tensor.clone())
+            torch.cuda.synchronize()
+        for first in range(0, len(steps), 3):
+            left = [decode.prepare(step)(None).tensor for step in steps[first : first + 3]]
+            torch.cuda.synchronize()
+            for tensor, one in zip(left, expected[first : first + 3], strict=True):
+                assert torch.equal(tensor, one)
 
 
 def test_a_prompt_in_chunks_gives_the_same_id(tmp_path: Path) -> None:

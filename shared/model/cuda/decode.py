@@ -1,10 +1,11 @@
 """Decode steps as CUDA graphs: one for each slot of the ring and each size of batch, captured at start.
 
-host:   fill (pinned) --one copy--> inputs on the device      plan: how attention is split over the card
+host:   fill (pinned) --copies, on a stream of their own--> inputs and plan of attention on the device
 device: ids or activations --> [graph: all layers] --> activations, or logits and greedy ids
 
-A slot's buffers are used again only once its step has come back, which the head sees to; so nothing here waits. The
-rows that pad a batch up to its bucket read page 0 and write nothing.
+Copies of a step lie under the step before it: between two graphs each would cost the device ten times its own time. A
+slot's buffers are used again only once its step has come back, which the head sees to; so nothing here waits. The rows
+that pad a batch up to its bucket read page 0 and write nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from torch import Tensor
 
+from stagemesh.shared.model.cuda.decode_attention import DecodeAttention
 from stagemesh.shared.model.cuda.layers import CudaStageModel
 from stagemesh.shared.model.cuda.rows import DecodeRows, buckets_up_to
 
@@ -27,8 +28,8 @@ WORKSPACE_BYTES: Final = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class DecodeOutput:
-    """`hidden` [B, hidden] or, on the last stage, `logits` [B, vocab] and `greedy` int64 [B]. On the device, and
-    overwritten by the next step of the same slot."""
+    """`hidden` [B, hidden] or, on the last stage, `logits` [B, vocab] and `greedy` int64 [B], on the device. `hidden`
+    and `greedy` are overwritten by the next step of the same slot, `logits` by whatever the stream does next."""
 
     hidden: Tensor | None = None
     logits: Tensor | None = None
@@ -51,10 +52,11 @@ class DecodeGraphs:
         graphs: bool = True,
     ) -> None:
         self._model, self._pool, self._graphs = model, pool, graphs
+        self._inputs = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._sampled = None if sampled is None else sampled.view(-1)
         self._buckets = buckets_up_to(max_rows)
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-        self._slots = [_Slot(max_rows, len(pool), workspace, inbox, number) for number in range(num_slots)]
+        self._slots = [_Slot(model, pool, max_rows, workspace, inbox, number) for number in range(num_slots)]
         self._memory: Any = None
 
     def capture(self, stream: torch.cuda.Stream, progress: Callable[[int, int], None]) -> None:
@@ -66,7 +68,6 @@ class DecodeGraphs:
             for bucket in reversed(self._buckets):
                 for slot in self._slots:
                     slot.fill(_warm_up_rows(bucket), bucket)
-                    self._plan(slot, bucket)
                     self._forward(slot, bucket)
                     if self._graphs:
                         stream.synchronize()
@@ -76,10 +77,11 @@ class DecodeGraphs:
             stream.synchronize()
 
     def prepare(self, number: int, rows: DecodeRows) -> None:
-        """Enqueues the inputs of step `number`, and plans its attention."""
+        """Plans the attention of step `number`, and enqueues its inputs beside what the current stream has to do."""
         bucket, slot = self._bucket(len(rows.positions)), self._slots[number % len(self._slots)]
-        slot.fill(rows, bucket)
-        self._plan(slot, bucket)
+        with torch.cuda.stream(self._inputs):
+            slot.fill(rows, bucket)
+            slot.filled.record()
 
     def _bucket(self, count: int) -> int:
         return self._buckets[bisect_left(self._buckets, count)]
@@ -87,6 +89,7 @@ class DecodeGraphs:
     def run(self, number: int, count: int) -> DecodeOutput:
         """Enqueues the prepared step `number` of `count` rows on the current stream."""
         bucket, slot = self._bucket(count), self._slots[number % len(self._slots)]
+        torch.cuda.current_stream().wait_event(slot.filled)
         if self._graphs:
             slot.graphs[bucket].replay()
             output = slot.outputs[bucket]
@@ -101,46 +104,25 @@ class DecodeGraphs:
         self._memory = self._memory or graph.pool()
         slot.graphs[bucket] = graph
 
-    def _plan(self, slot: _Slot, bucket: int) -> None:
-        config, page_size = self._model.config, self._pool.shape[3]
-        wrapper = slot.wrapper(bucket)
-        shared: dict[str, Any] = {
-            "num_qo_heads": config.num_heads,
-            "num_kv_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "page_size": page_size,
-            "q_data_type": self._model.dtype,
-            "kv_data_type": self._model.dtype,
-            "window_left": -1 if config.sliding_window is None else config.sliding_window - 1,
-        }
-        indptr, last = slot.host_indptr(bucket), slot.host_last(bucket)
-        indices = slot.indices[: int(indptr[-1])]
-        if bucket not in slot.planned:
-            slot.planned.add(bucket)
-            wrapper.plan(indptr, indices, last, **shared)
-        else:
-            fast_decode_plan(wrapper, indptr, indices, last, global_override_indptr_cpu=indptr, **shared)
-
     def _forward(self, slot: _Slot, bucket: int) -> DecodeOutput:
         model, inputs = self._model, slot.device_rows(bucket)
         if model.first:
             assert self._sampled is not None
-            hidden = model.embed(inputs.sources, inputs.literals, self._sampled)
+            hidden = model.embed(inputs.sources, inputs.literals, self._sampled, slot.hidden[:bucket])
         else:
             assert slot.inbox is not None
-            hidden = slot.inbox[:bucket].clone()
-        wrapper = slot.wrapper(bucket)
+            hidden = slot.hidden[:bucket].copy_(slot.inbox[:bucket])
+        attention = slot.attention(bucket)
 
         def attend(layer: int, query: Tensor) -> Tensor:
             view = self._pool[:, layer]
-            out: Tensor = wrapper.run(query, (view[:, 0], view[:, 1]))
-            return out
+            return attention.run(query, view[:, 0], view[:, 1])
 
         hidden, delta = model.run_layers(hidden, inputs.positions, inputs.slots, self._pool, attend)
         if not model.last:
             return DecodeOutput(hidden=hidden if delta is None else hidden.add_(delta))
         logits = model.logits(hidden, delta)
-        return DecodeOutput(logits=logits, greedy=logits.argmax(dim=-1))
+        return DecodeOutput(logits=logits, greedy=torch.argmax(logits, dim=-1, out=slot.greedy[:bucket]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +134,20 @@ class _DeviceRows:
 
 
 class _Slot:
-    """Buffers of one slot: the packed inputs in pinned memory and on the device, attention's state for each bucket."""
+    """Buffers of one slot: the packed inputs in pinned memory and on the device, attention's state for each bucket, and
+    `hidden` [rows, hidden] and `greedy` int64 [rows], which steps leave. What a graph allocates is no place for these:
+    another one's, captured later, may have the same memory."""
 
-    def __init__(self, max_rows: int, num_pages: int, workspace: Tensor, inbox: Tensor | None, number: int) -> None:
+    def __init__(
+        self,
+        model: CudaStageModel,
+        pool: Tensor,
+        max_rows: int,
+        workspace: Tensor,
+        inbox: Tensor | None,
+        number: int,
+    ) -> None:
+        self._model, self._page_size, num_pages = model, pool.shape[3], len(pool)
         self._most, self._workspace = max_rows, workspace
         self.inbox = None if inbox is None else inbox[number]
         self._header = 6 * max_rows + 1  # sources, literals, positions, slots, indptr, last page lengths
@@ -162,8 +155,10 @@ class _Slot:
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=True)
         self._device = torch.zeros(size, dtype=torch.int32, device="cuda")
         self.indices = self._device[self._header :]
-        self._wrappers: dict[int, Any] = {}
-        self.planned: set[int] = set()
+        self.hidden = torch.empty(max_rows, model.config.hidden_size, dtype=model.dtype, device="cuda")
+        self.greedy = torch.empty(max_rows, dtype=torch.int64, device="cuda")
+        self.filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._attention: dict[int, DecodeAttention] = {}
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.outputs: dict[int, DecodeOutput] = {}
 
@@ -171,7 +166,7 @@ class _Slot:
         return packed[part * self._most : part * self._most + count]
 
     def fill(self, rows: DecodeRows, bucket: int) -> None:
-        """Packs `rows`, padded up to `bucket`, and enqueues their copy to the device."""
+        """Packs `rows`, padded up to `bucket`, and enqueues their copy to the device and that of attention's plan."""
         host, most, count = self._host.numpy(), self._most, len(rows.positions)
         parts = (rows.sources, rows.literals, rows.positions, rows.slots)
         for part, (values, filler) in enumerate(zip(parts, (-1, 0, 0, -1), strict=True)):
@@ -191,30 +186,27 @@ class _Slot:
         host[end : end + bucket - count] = 0
         used = end + bucket - count
         self._device[:used].copy_(self._host[:used], non_blocking=True)
+        self.attention(bucket).plan(self._part(self._host, 4, bucket + 1), self._last(self._host, bucket))
 
     def device_rows(self, bucket: int) -> _DeviceRows:
         return _DeviceRows(*(self._part(self._device, part, bucket) for part in range(4)))
 
-    def host_indptr(self, bucket: int) -> Tensor:
-        return self._part(self._host, 4, bucket + 1)
-
-    def host_last(self, bucket: int) -> Tensor:
-        start = 5 * self._most + 1
-        return self._host[start : start + bucket]
-
-    def wrapper(self, bucket: int) -> Any:
-        if bucket not in self._wrappers:
-            start = 5 * self._most + 1
-            self._wrappers[bucket] = BatchDecodeWithPagedKVCacheWrapper(
+    def attention(self, bucket: int) -> DecodeAttention:
+        if bucket not in self._attention:
+            self._attention[bucket] = DecodeAttention(
+                self._model.config,
+                self._model.dtype,
+                self._page_size,
                 self._workspace,
-                "NHD",
-                use_cuda_graph=True,
-                use_tensor_cores=True,
-                paged_kv_indptr_buffer=self._part(self._device, 4, bucket + 1),
-                paged_kv_indices_buffer=self.indices,
-                paged_kv_last_page_len_buffer=self._device[start : start + bucket],
+                indptr=self._part(self._device, 4, bucket + 1),
+                indices=self.indices,
+                last=self._last(self._device, bucket),
             )
-        return self._wrappers[bucket]
+        return self._attention[bucket]
+
+    def _last(self, packed: Tensor, bucket: int) -> Tensor:
+        start = 5 * self._most + 1
+        return packed[start : start + bucket]
 
 
 def _warm_up_rows(bucket: int) -> DecodeRows:

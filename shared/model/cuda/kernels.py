@@ -114,11 +114,12 @@ def rope_append(
     return query
 
 
-def embed(sources: Tensor, literals: Tensor, sampled: Tensor, table: Tensor) -> Tensor:
-    """Rows of `table` [vocab, hidden] for B ids: `sampled[sources[b]]` where that is 0 or more, else `literals[b]`.
-    `sampled`: int64, flat; `sources`, `literals`: int32 [B]."""
+def embed(sources: Tensor, literals: Tensor, sampled: Tensor, table: Tensor, out: Tensor) -> Tensor:
+    """Writes to `out` [B, hidden], and returns, rows of `table` [vocab, hidden] for B ids: `sampled[sources[b]]` where
+    that is 0 or more, else `literals[b]`. `sampled`: int64, flat; `sources`, `literals`: int32 [B]."""
     rows, hidden = len(sources), table.shape[1]
-    out = torch.empty(rows, hidden, dtype=table.dtype, device=table.device)
+    assert out.shape == (rows, hidden), out.shape
+    assert out.is_contiguous(), out.stride()
     block = min(1024, triton.next_power_of_2(hidden))
     kernel: Any = _embed
     kernel[(rows, triton.cdiv(hidden, block))](sources, literals, sampled, table, out, HIDDEN=hidden, BLOCK=block)

@@ -43,10 +43,10 @@ class CudaStageModel:
         factor = attention_factor(config)
         self._cos, self._sin = (angles.cos() * factor).cuda(), (angles.sin() * factor).cuda()
 
-    def embed(self, sources: Tensor, literals: Tensor, sampled: Tensor) -> Tensor:
-        """[T, hidden] of ids that are literal or that a step has sampled; see `kernels.embed`."""
+    def embed(self, sources: Tensor, literals: Tensor, sampled: Tensor, out: Tensor) -> Tensor:
+        """`out` [T, hidden] of ids that are literal or that a step has sampled; see `kernels.embed`."""
         assert self.weights.embedding is not None
-        return embed(sources, literals, sampled, self.weights.embedding)
+        return embed(sources, literals, sampled, self.weights.embedding, out)
 
     def run_layers(
         self, hidden: Tensor, positions: Tensor, slots: Tensor, pool: Tensor, attend: Attend
