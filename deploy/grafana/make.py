@@ -86,6 +86,7 @@ ROWS: Final[list[tuple[str, list[Panel]]]] = [
                     (rate("recomputed_sequences_total", "instance"), "recomputed {{instance}}"),
                 ],
             ),
+            ("From a retraction until it may run again", "s", quantiles("retracted_seconds", "instance")),
             ("Prompt tokens by where their KV came from", "short", [(rate("prefill_tokens_total", "how"), "{{how}}")]),
             ("Wait for pages on the decode side", "s", quantiles("reserve_wait_seconds", "role")),
             ("Host memory of retracted sequences", "bytes", [(f"sum by ({STAGE}) ({M}host_kv_bytes)", AT_STAGE)]),

@@ -170,6 +170,9 @@ LONGEST_WAIT = Metric(
 )
 RETRACTIONS = Metric(_C, "retractions", "Sequences that gave their pages up and have their KV in host memory.", _I)
 RESUMED = Metric(_C, "resumed_sequences", "Sequences that have their KV back from there.", _I)
+RETRACTED_SECONDS = Metric(
+    _H, "retracted_seconds", "From a sequence's retraction until it may run again, of those that may.", _I
+)
 RECOMPUTED = Metric(
     _C, "recomputed_sequences", "Sequences that gave their pages up and, for want of host memory, their KV.", _I
 )

@@ -76,6 +76,7 @@ def measure_pressure(stats: DecodeStats, host_pages: int, host_pages_used: int) 
     """What a decode head does when pages run out."""
     yield Sample(metrics.RETRACTIONS, stats.retractions)
     yield Sample(metrics.RESUMED, stats.resumed)
+    yield Sample(metrics.RETRACTED_SECONDS, stats.retracted.snapshot())
     yield Sample(metrics.RECOMPUTED, stats.recomputed)
     yield Sample(metrics.LOST_TOKENS, stats.recomputed_tokens)
     yield Sample(metrics.TAKEN_BACK, stats.reservations_cancelled)

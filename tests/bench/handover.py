@@ -27,6 +27,7 @@ from stagemesh.shared.bench.drive import measure
 from stagemesh.shared.bench.frames import Load
 from stagemesh.shared.bench.workload import Workload
 from stagemesh.shared.rpc.client import Client
+from tests.support.bench_layout import VOCAB, add_layout, layout, prefill_stages, settings_of
 from tests.support.client import GENERATOR, Answer, generate, token_request
 from tests.support.handover import Handover, Span, cycles_ms, handovers, hidden_share
 from tests.support.running import RunningMesh, running_mesh
@@ -124,41 +125,19 @@ async def measure_all(mesh: RunningMesh, options: argparse.Namespace) -> None:
     await mesh.check_idle()
 
 
-def layout(options: argparse.Namespace, folder: Path) -> list[str]:
-    """The options of `stagemesh up`; makes the model."""
-    if options.device == "cpu":
-        from tests.support.tiny_models import make_tiny
-
-        path = make_tiny(folder / "model", vocab_size=options.vocab, dtype="float32", max_context=1 << 15)
-        return [f"--model={path}", f"--prefill-pp={options.prefill_pp}", f"--decode-pp={options.decode_pp}"]
-    from tests.gpu.models import mistral_dir, write_tokenizer
-
-    path = mistral_dir(folder / "model")
-    write_tokenizer(path, options.vocab)
-    sides = (("prefill", options.prefill_gpus), ("decode", options.decode_gpus))
-    gpus = [option for side, at in sides for option in (f"--{side}-pp={len(at.split(','))}", f"--{side}-gpus={at}")]
-    return ["--device=cuda", f"--model=dummy:{path}", *gpus]
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--prefill-gpus", default="0,1")
-    parser.add_argument("--decode-gpus", default="0,1")
-    parser.add_argument("--prefill-pp", type=int, default=2, help="on the CPU")
-    parser.add_argument("--decode-pp", type=int, default=2, help="on the CPU")
+    add_layout(parser)
     parser.add_argument("--lengths", help="of the prompts, in tokens (1000,8000; on the CPU 500)")
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--running", type=int, help="requests that decode meanwhile (64; on the CPU 16)")
-    parser.add_argument("settings", nargs="*")
     options = parser.parse_args()
     on_cpu = options.device == "cpu"
     options.lengths = [int(length) for length in (options.lengths or ("500" if on_cpu else "1000,8000")).split(",")]
     options.running = options.running or (16 if on_cpu else 64)
-    options.vocab = 320 if on_cpu else 32768
-    stages = options.prefill_pp if on_cpu else len(options.prefill_gpus.split(","))
-    options.prefill_last = f"prefill-0/{stages - 1}"
+    options.vocab = VOCAB[options.device]
+    options.prefill_last = f"prefill-0/{prefill_stages(options) - 1}"
     return options
 
 
@@ -166,8 +145,7 @@ def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as folder:
         ups = layout(options, Path(folder))
-        environ = {f"STAGEMESH_{key}": value for key, _, value in (pair.partition("=") for pair in options.settings)}
-        with running_mesh(Path(folder), *ups, "--max-running=128", environ=environ) as mesh:
+        with running_mesh(Path(folder), *ups, "--max-running=128", environ=settings_of(options)) as mesh:
             try:
                 asyncio.run(measure_all(mesh, options))
             except BaseException:

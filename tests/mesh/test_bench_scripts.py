@@ -33,6 +33,17 @@ def test_a_small_stress_on_a_pool_for_a_quarter_of_it_finishes() -> None:
     assert finished.startswith("12 of 12 finished")
 
 
+@pytest.mark.slow
+def test_a_part_of_long_answers_on_a_small_pool_is_told_of() -> None:
+    limits = ("--prompts", "8", "--conservativeness", "0.1", "--no-fitting", "--seconds", "2")
+    *_, row = run("tests/bench/retraction.py", *limits)
+    name, conservativeness, pages, finished, failed, rate = row.split()
+    assert (name, conservativeness, failed) == ("conservativeness", "0.1", "0")
+    assert int(pages) == 25
+    assert 0 <= int(finished) <= 8
+    assert int(rate) > 0
+
+
 @pytest.mark.full
 def test_a_short_soak_holds_nothing_at_the_end() -> None:
     *_, ends = run("tests/bench/soak.py", "--requests", "640")

@@ -81,6 +81,7 @@ def test_the_second_is_retracted_and_resumed_and_both_are_as_if_nothing_had_been
     finish(squeeze.sim)
     stats = squeeze.sim.scheduler.stats
     assert (stats.retractions, stats.resumed, stats.recomputed) == (1, 1, 0)
+    assert stats.retracted.count == 1
     assert squeeze.sim.checks.num_resumed == 1
     assert squeeze.sim.scheduler.issuer.outstanding == {}
 
@@ -123,7 +124,7 @@ def test_a_result_that_was_on_its_way_counts_and_may_end_it() -> None:
     finish(squeeze.sim)
     stats = squeeze.sim.scheduler.stats
     assert (squeeze.second.end, len(squeeze.second.tokens)) == (SequenceEnd.STOP, retracted.issued - 1)
-    assert (stats.retractions, stats.resumed) == (1, 0)
+    assert (stats.retractions, stats.resumed, stats.retracted.count) == (1, 0, 0)
 
 
 def test_without_room_in_host_memory_it_ends_and_is_to_be_computed_anew() -> None:

@@ -65,6 +65,7 @@ class DecodeMemory:
     def _restored(self, sequence: DecodeSequence) -> None:
         sequence.restoring, sequence.host_pages = False, 0
         if not sequence.over:
+            self._core.stats.retracted.record(time.monotonic() - sequence.since_s)
             sequence.move(SequenceEvent.RESUME)
             self._core.enter(sequence)
             self._core.stats.resumed += 1

@@ -30,9 +30,10 @@ class PrefillStats:
 @dataclass(slots=True)
 class DecodeStats:
     """`first_step_wait` is from a ticket's commit; `wasted_rows` came back for a sequence that was over; `stalled_rows`
-    were left out of a step for want of a page. `recomputed` sequences lost the KV of `recomputed_tokens`: host memory
-    was full. `predicted_tokens` are the new tokens that were expected of a sequence when it was admitted, `true_tokens`
-    those that it had when it finished."""
+    were left out of a step for want of a page. `retracted` is from a retraction until the sequence may run again, of
+    those that did. `recomputed` sequences lost the KV of `recomputed_tokens`: host memory was full. `predicted_tokens`
+    are the new tokens that were expected of a sequence when it was admitted, `true_tokens` those that it had when it
+    finished."""
 
     reserve_wait: Tally = field(default_factory=waits)
     first_step_wait: Tally = field(default_factory=waits)
@@ -42,6 +43,7 @@ class DecodeStats:
     stalled_rows: int = 0
     retractions: int = 0
     resumed: int = 0
+    retracted: Tally = field(default_factory=waits)
     recomputed: int = 0
     recomputed_tokens: int = 0
     reservations_cancelled: int = 0
