@@ -45,7 +45,7 @@ class DecodeHead(Head):
 
     def on_result(self, step: int, token_ids: Ints, logprobs: RowLogprobs) -> None:
         self._context.tracer.mark("result", step=step)
-        self._check_ids(step, token_ids)
+        self._check_ids(self._scheduler.issuer.outstanding.get(step), token_ids)
         self._context.executor.sampled(step, token_ids)
         self._scheduler.launched(self._context.executor.launch_s)
         self._scheduler.result(step, token_ids, logprobs)

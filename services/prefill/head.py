@@ -43,7 +43,7 @@ class PrefillHead(Head):
 
     def on_result(self, step: int, token_ids: Ints, logprobs: RowLogprobs) -> None:
         self._context.tracer.mark("result", step=step)
-        self._check_ids(step, token_ids)
+        self._check_ids(self._scheduler.issuer.outstanding.get(step), token_ids)
         self._scheduler.result(step, token_ids, logprobs)
         self.wake()
 

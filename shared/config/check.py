@@ -38,6 +38,7 @@ def check_config(config: Config) -> None:
     check_exposure(config, ((field, _listener(config, address)) for field, address in addresses(config)))
     for index, instance in enumerate(config.instances):
         _check_instance(f"instance[{index}]", instance)
+    _check_ring(config)
 
 
 def _check_openai(config: Config) -> None:
@@ -88,6 +89,19 @@ def _check_names(config: Config) -> None:
     for index, name in enumerate(names):
         if name in names[:index]:
             raise Rejected(f"instance[{index}].name", f"{name!r} is the name of an earlier instance")
+
+
+def _check_ring(config: Config) -> None:
+    """A slot is used again once its step is back, so there must be one for each that may be out; an instance may come
+    to decode whatever it does now."""
+    engine, longest = config.engine, max(instance.pp_size for instance in config.instances)
+    least = longest + engine.extra_depth + engine.run_ahead
+    if engine.ring_slots is not None and engine.ring_slots < least:
+        raise Rejected(
+            "engine.ring_slots",
+            f"must be at least {least}, for {longest} stages, engine.extra_depth {engine.extra_depth} and "
+            f"engine.run_ahead {engine.run_ahead}; got {engine.ring_slots}",
+        )
 
 
 def _check_instance(field: str, instance: InstanceSection) -> None:

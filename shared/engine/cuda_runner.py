@@ -1,6 +1,7 @@
 """What one stage on a GPU does with a step: enqueues it, and tells nothing yet. Everything here runs on the forward
-thread, under the stage's compute stream; nothing waits for the device, except where a row asks for more than greedy
-ids (a draw, log probabilities, tokens that must not come yet), whose filters look at values."""
+thread, under the stage's computing stream, which decode's inputs reach from a stream of their own. Nothing waits for
+the device, except where a row asks for more than greedy ids (a draw, log probabilities, tokens that must not come yet),
+whose filters look at values."""
 
 from __future__ import annotations
 

@@ -3,9 +3,10 @@
 sender:   [forward] --copy into the peer's slot--> --write the step's number into the peer's flag-->
 receiver:                         --wait until the flag has reached the step--> [forward reads the slot]
 
-All of it is enqueued on the stages' compute streams ahead of time. A step's slot is `step_number % num_slots`, and flow
-control is the head's, as in the ring over the transfer backend. Steps come in order, so the flag only grows. The
-receiver's memory is mapped by the sender with CUDA IPC; both processes may see no other GPU than their own.
+All of it is enqueued ahead of time: the wait on the receiver's computing stream, the copy on the sender's or, of
+decode's steps, on one beside it. A step's slot is `step_number % num_slots`, and flow control is the head's, as in the
+ring over the transfer backend. Steps come in order, so the flag only grows. The receiver's memory is mapped by the
+sender with CUDA IPC; both processes may see no other GPU than their own.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 A pinned tensor that is let go records an event on the stream that wrote to it, and an event is destroyed in the driver:
 where the device has as much in its queue as it takes, both wait for it, and PyTorch holds the interpreter meanwhile. So
 nothing is made or let go from step to step, and the calls are those of the CUDA bindings, which let the interpreter go.
+PyTorch does not know of these copies: a frame is kept until its `done` has come.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ class Frames:
         return float(checked(self._runtime.cudaEventElapsedTime(first, then), "cudaEventElapsedTime"))
 
     def copy_ids(self, frame: Frame, sampled: Tensor, stream: torch.cuda.Stream) -> None:
-        """Enqueues the copy of int64 [n] ids on the device into the frame."""
+        """Enqueues the copy of int64 [n] ids on the device into the frame; `n` is at most what frames have room for."""
+        assert sampled.dtype == torch.int64, sampled.dtype
+        assert sampled.ndim == 1, sampled.shape
+        assert len(sampled) <= self._most, (len(sampled), self._most)
         ids, size = frame.ids[: len(sampled)], sampled.numel() * sampled.element_size()
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
         copied = self._runtime.cudaMemcpyAsync(ids.data_ptr(), sampled.data_ptr(), size, kind, stream.cuda_stream)

@@ -12,7 +12,9 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stagemesh.shared.core.commands import Command, Ints, RowLogprobs
+import numpy as np
+
+from stagemesh.shared.core.commands import FLAGS, SAMPLE, Command, Ints, RowLogprobs, Step
 from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.progress import StageProgress
@@ -69,13 +71,20 @@ class Head(ABC):
     @abstractmethod
     def on_result(self, step: int, token_ids: Ints, logprobs: RowLogprobs) -> None: ...
 
-    def _check_ids(self, step: int, token_ids: Ints) -> None:
-        """Raises Bug if a row has an id that no vocabulary has; -1 is that of a row that samples none. What a
-        device's memory held before its time ends here, not with a client or in the next step."""
-        if len(token_ids) and not -1 <= token_ids.min() <= token_ids.max() < self._context.vocab_size:
+    def _check_ids(self, step: Step | None, token_ids: Ints) -> None:
+        """Raises Bug unless `step` came back with an id of the vocabulary for every row that samples, and -1 for the
+        others: what a device's memory held before its time must not go on to a client as a token. None: the scheduler
+        will say that it is not out."""
+        if step is None:
+            return
+        if len(token_ids) != len(step.rows):
+            raise Bug(f"step {step.number} of {len(step.rows)} rows came back with {len(token_ids)} ids")
+        samples = (step.rows[:, FLAGS] & SAMPLE) != 0
+        wrong = np.where(samples, (token_ids < 0) | (token_ids >= self._context.vocab_size), token_ids != -1)
+        if wrong.any():
             raise Bug(
-                f"step {step} came back with ids {token_ids.min()} to {token_ids.max()} of a vocabulary of "
-                f"{self._context.vocab_size}"
+                f"step {step.number} came back with id {token_ids[wrong][0]} in a row that samples "
+                f"{'one' if samples[wrong][0] else 'none'} of {self._context.vocab_size}"
             )
 
     @abstractmethod

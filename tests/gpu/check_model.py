@@ -13,6 +13,7 @@ import torch
 from stagemesh.shared.core.commands import SAMPLE, Step
 from stagemesh.shared.core.layers import LayerRange
 from stagemesh.shared.core.sampling import SamplingParams
+from stagemesh.shared.engine.cuda_runner import CudaStageRunner
 from stagemesh.shared.model.layers import allocate_pool
 from stagemesh.shared.model.source import ModelSource
 from tests.gpu.models import PAGE, chunk, cpu_stage, cuda_stage, decode_step, join, open_small, run_cuda
@@ -47,11 +48,14 @@ def test_more_rows_than_attention_splits_follow_the_reference(
 ) -> None:
     """37 of them, and padding up to 40."""
     source = open_small(tmp_path, num_attention_heads=32, num_key_value_heads=8, sliding_window=sliding_window)
-    follow(source, graphs=graphs, packed=True, count=37)
+    decode = follow(source, graphs=graphs, packed=True, count=37)
+    assert decode._graphs is not None
+    assert [decode._graphs._slots[0].attention(rows).whole for rows in (32, 40)] == [False, True]
 
 
-def follow(source: ModelSource, *, graphs: bool, packed: bool, count: int = len(LENGTHS)) -> None:
-    """Teacher-forced with the reference's tokens, so that every step compares the same inputs. `count`: of prompts."""
+def follow(source: ModelSource, *, graphs: bool, packed: bool, count: int = len(LENGTHS)) -> CudaStageRunner:
+    """Teacher-forced with the reference's tokens, so that every step compares the same inputs. `count`: of prompts.
+    Returns the stage that has decoded."""
     texts = list(islice(cycle(prompts(source.config.vocab_size)), count))
     num_pages = sum(-(-(len(p) + NEW) // PAGE) for p in texts)
     reference = cpu_stage(source, num_pages=num_pages)
@@ -88,6 +92,7 @@ def follow(source: ModelSource, *, graphs: bool, packed: bool, count: int = len(
     )
     assert max(errors) < 0.03
     assert flips == near
+    return decode
 
 
 def test_graphs_change_nothing(tmp_path: Path) -> None:
@@ -117,6 +122,7 @@ def test_what_a_step_leaves_stays_until_its_slot_is_used_again(tmp_path: Path, n
     layers = LayerRange(0, num_layers)
     decode, pool, stream = cuda_stage(source, "decode", num_pages=num_pages, num_slots=3, layers=layers)
     pool.normal_()
+    torch.cuda.synchronize()
     join(decode, texts, NEW)
     counts = (3, 16, 9, 16, 1, 5, 2, 8, 4)
     steps = [

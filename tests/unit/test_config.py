@@ -61,6 +61,8 @@ def test_the_local_layout_is_two_pipelines_of_two_stages_on_unix_sockets() -> No
         ({"engine": {"page_size": 0}}, "engine.page_size", ">= 1; it is 0"),
         ({"engine": {"page_size": 5000}}, "engine.page_size", "<= 1024; it is 5000"),
         ({"engine": {"chunk_size": 64, "min_chunk_size": 65}}, "engine.min_chunk_size", "which is 64; got 65"),
+        ({"engine": {"ring_slots": 2}}, "engine.ring_slots", "at least 3, for 2 stages"),
+        ({"engine": {"ring_slots": 7, "extra_depth": 3, "run_ahead": 3}}, "engine.ring_slots", "at least 8"),
         ({"engine": {"page_size": True}}, "engine.page_size", "expected a whole number"),
         ({"engine": 5}, "engine", "expected a table"),
         ({"model": {"path": "m", "dtype": "int8"}}, "model.dtype", "one of float32, float64, bfloat16; it is 'int8'"),

@@ -183,3 +183,16 @@ def test_one_slow_launch_of_many_makes_no_step_begin_earlier() -> None:
         late.launched(0.005 if at % 5 == 2 else 0.001)
     now_s = KNOWN_STEPS * STEP_S
     assert late.wait_until(now_s) == pytest.approx(now_s + STEP_S - LAUNCH_S, abs=1.5 * GRAIN_S)
+
+
+@pytest.mark.parametrize(("late_s", "waited_s"), [(0.005, STEP_S - 0.005 - MARGIN_S), (0.0, STEP_S - LAUNCH_S)])
+def test_a_loop_that_comes_late_is_asked_to_come_earlier(late_s: float, waited_s: float) -> None:
+    late = LateIssue(enabled=True, depth=1)
+    for at in range(1 + KNOWN_STEPS):
+        late.result(at * STEP_S, is_full=True)
+    now_s = KNOWN_STEPS * STEP_S
+    for at in range(KNOWN_LAUNCHES):
+        due_s = late.wait_until(now_s)
+        assert due_s is not None
+        assert late.wait_until(due_s + (late_s if at % 4 else 0.008)) is None  # one of four comes later than most
+    assert late.wait_until(now_s) == pytest.approx(now_s + waited_s, abs=1.5 * GRAIN_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from stagemesh.services.decode.head import DecodeHead
 from stagemesh.services.prefill.head import PrefillHead
 from stagemesh.shared.codec.arrays import to_bytes
 from stagemesh.shared.codec.session import output_from_pb, outputs_to_pb
+from stagemesh.shared.core.commands import SAMPLE, Step
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
@@ -30,7 +32,8 @@ VOCAB = 100
 
 def context(info: Any) -> Any:
     log = Log(logging.getLogger("stagemesh.test"))
-    return cast("Any", SimpleNamespace(info=info, log=log, vocab_size=VOCAB, tracer=Tracer("x/0")))
+    executor = SimpleNamespace(launch_s=0.0, sampled=lambda *_: None, forget_sampled_before=lambda _: None)
+    return cast("Any", SimpleNamespace(info=info, log=log, vocab_size=VOCAB, tracer=Tracer("x/0"), executor=executor))
 
 
 @pytest.mark.parametrize("token_ids", [[5, VOCAB], [-1, 5], [2**40]])
@@ -59,18 +62,36 @@ def test_a_first_token_outside_the_vocabulary_is_a_violation() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("token_ids", [[5, VOCAB], [-2, 5], [2**40]])
-def test_an_id_of_no_vocabulary_that_comes_from_a_device_goes_no_further(token_ids: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("token_ids", "what"),
+    [
+        ([5, VOCAB, -1], "id 100 in a row that samples one of 100"),
+        ([-1, 5, -1], "id -1 in a row that samples one"),
+        ([2**40, 5, -1], "id 1099511627776 in a row that samples one"),
+        ([5, 5, 7], "id 7 in a row that samples none"),
+        ([5, 5], "of 3 rows came back with 2 ids"),
+        ([0, VOCAB - 1, -1], None),
+    ],
+)
+def test_an_id_of_no_vocabulary_that_comes_from_a_device_goes_no_further(
+    token_ids: list[int], what: str | None
+) -> None:
     async def run() -> None:
         prefill = PrefillScheduler(num_pages=8, page_size=4, pp_size=1, chunk_size=8, max_sequences=4, reserve_ahead=1)
         decode = DecodeScheduler(num_pages=8, page_size=4, num_microbatches=1, max_running=4)
-        heads = (
+        heads: tuple[Any, ...] = (
             PrefillHead(context(instance_of("p", PREFILL)), prefill),
             DecodeHead(context(instance_of("d", DECODE)), decode),
         )
+        rows = np.array([(handle, 0, 1, 0, 0, flags) for handle, flags in ((1, SAMPLE), (2, SAMPLE), (3, 0))])
         for head in heads:
-            with pytest.raises(Bug, match=r"step 1 came back with ids -?[0-9]+ to [0-9]+ of a vocabulary of 100"):
+            scheduler = head._scheduler
+            scheduler.issuer.outstanding[1] = Step(1, 0, rows, np.zeros(3, dtype=np.int64))
+            took: list[int] = []
+            scheduler.result = lambda number, *_, took=took: took.append(number)
+            with nullcontext() if what is None else pytest.raises(Bug, match=f"step 1 .*{what}"):
                 head.on_result(1, np.array(token_ids), {})
+            assert took == ([1] if what is None else [])
 
     asyncio.run(run())
 

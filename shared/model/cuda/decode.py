@@ -77,11 +77,13 @@ class DecodeGraphs:
             stream.synchronize()
 
     def prepare(self, number: int, rows: DecodeRows) -> None:
-        """Plans the attention of step `number`, and enqueues its inputs beside what the current stream has to do."""
+        """Plans the attention of step `number`, and enqueues its inputs beside what the current stream has to do, which
+        goes on from here when they are there."""
         bucket, slot = self._bucket(len(rows.positions)), self._slots[number % len(self._slots)]
         with torch.cuda.stream(self._inputs):
             slot.fill(rows, bucket)
             slot.filled.record()
+        torch.cuda.current_stream().wait_event(slot.filled)
 
     def _bucket(self, count: int) -> int:
         return self._buckets[bisect_left(self._buckets, count)]
@@ -89,7 +91,6 @@ class DecodeGraphs:
     def run(self, number: int, count: int) -> DecodeOutput:
         """Enqueues the prepared step `number` of `count` rows on the current stream."""
         bucket, slot = self._bucket(count), self._slots[number % len(self._slots)]
-        torch.cuda.current_stream().wait_event(slot.filled)
         if self._graphs:
             slot.graphs[bucket].replay()
             output = slot.outputs[bucket]
@@ -136,7 +137,7 @@ class _DeviceRows:
 class _Slot:
     """Buffers of one slot: the packed inputs in pinned memory and on the device, attention's state for each bucket, and
     `hidden` [rows, hidden] and `greedy` int64 [rows], which steps leave. What a graph allocates is no place for these:
-    another one's, captured later, may have the same memory."""
+    it may lie where another one, captured before, has its intermediate results."""
 
     def __init__(
         self,

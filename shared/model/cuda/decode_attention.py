@@ -11,9 +11,9 @@ from torch import Tensor
 
 from stagemesh.shared.model.config import ModelConfig
 
-BLOCKS: Final = 2
-"""Of a multiprocessor, as flashinfer counts them when it splits rows."""
-NOT_SPLIT: Final = -1  # flashinfer's "fixed split size" of none
+BLOCKS_A_PROCESSOR: Final = 2
+"""As flashinfer counts them when it splits rows."""
+NO_FIXED_SIZE: Final = -1  # of the parts of a row that is split
 
 
 class DecodeAttention:
@@ -21,7 +21,7 @@ class DecodeAttention:
     [rows].
 
     A few rows are split over the card, and their parts merged by a kernel of its own. In a graph flashinfer counts on
-    that whatever the rows are. Where there are too many to be split, this plans them as whole: no parts, no merging.
+    that whatever the rows are. Where there are too many to be split, this plans them as `whole`: no parts, no merging.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class DecodeAttention:
     ) -> None:
         processors = torch.cuda.get_device_properties(workspace.device).multi_processor_count
         self._rows = len(last)
-        self.whole = self._rows > BLOCKS * processors // config.num_kv_heads
+        self.whole = self._rows > BLOCKS_A_PROCESSOR * processors // config.num_kv_heads
         self._planned = False
         self._shape: dict[str, Any] = {
             "num_qo_heads": config.num_heads,
@@ -61,14 +61,14 @@ class DecodeAttention:
 
     def plan(self, indptr: Tensor, last: Tensor) -> None:
         """For the rows of the next step, `indptr` and `last` on the host. Enqueues a copy on the current stream; the
-        plan before this one must have been used."""
+        plan of the step before must have been used."""
         wrapper, indices = self._wrapper, self._indices[: int(indptr[-1])]
         if not self._planned:
             self._planned = True
             wrapper.plan(indptr, indices, last, **self._shape)
         elif not self.whole:
             fast_decode_plan(wrapper, indptr, indices, last, global_override_indptr_cpu=indptr, **self._shape)
-        if self.whole:
+        if self.whole:  # after the first `plan`, which loads the kernels, and whose copy this one's follows
             self._plan_whole(indptr, last)
 
     def _plan_whole(self, indptr: Tensor, last: Tensor) -> None:
@@ -91,7 +91,7 @@ class DecodeAttention:
             shape["head_dim"],
             False,  # not causal
             shape["window_left"],
-            NOT_SPLIT,
+            NO_FIXED_SIZE,
             True,  # rows are not split
             0,  # blocks that others need
         )
