@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def cuts(columns: int) -> Iterator[Cut]:
-    for width, depth in ((256, 64), (128, 128), (128, 64)):
+    for width, depth in ((256, 64), (128, 128), (128, 64), (64, 128)):
         tiles = -(-columns // width)
         for programs in sorted({132, 132 // tiles * tiles} - {0}):
             yield from (Cut(width, depth, programs, warps) for warps in (4, 8))

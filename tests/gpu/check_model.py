@@ -41,8 +41,7 @@ def test_biases_and_norms_of_heads_follow_the_reference(tmp_path: Path, model_ty
     follow(open_small(tmp_path, model_type=model_type, sliding_window=None), graphs=True, packed=True)
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("sliding_window", [None, 50])
+@pytest.mark.parametrize(("graphs", "sliding_window"), [(True, None), (False, None), (True, 50)])
 def test_more_rows_than_attention_splits_follow_the_reference(
     tmp_path: Path, graphs: bool, sliding_window: int | None
 ) -> None:
