@@ -297,11 +297,12 @@ async def run_case(
         result.outcomes[streams.outcome(at, reference)] += 1
     result.errors.update(f"{type(error).__name__}: {error}" for error in streams.errors.values())
     result.errors.update(streams.wrong)
+    if case.target in (KV, ACTIVATIONS):
+        await _use(streams, result, reference)
     if case.target == KV:
         result.renewed = await until_proven(mesh, case.group, epoch, peers["broker"])
     is_lost = case.is_loss
     if case.target == ACTIVATIONS:
-        await _use(streams, result, reference)
         is_lost = await epoch_of(case.group, peers["broker"]) != epoch
     restarted = {case.group} if is_lost or result.renewed else set[str]()
     for group in restarted:
