@@ -73,10 +73,8 @@ class DecodeScheduler:
             priority_ageing_s=priority_ageing_s,
         )
         self._steps = DecodeSteps(self._core, run_ahead=run_ahead)
-        self._yielding, self._late = (
-            YieldPolicy(yield_s),
-            LateIssue(enabled=late_issue, depth=num_microbatches + run_ahead),
-        )
+        self._yielding = YieldPolicy(yield_s)
+        self._late = LateIssue(enabled=late_issue, depth=num_microbatches + run_ahead)
         self.pages, self.issuer, self.stats = self._core.pages, self._core.issuer, self._core.stats
         self.growth = self._core.growth
         self.microbatches, self.sequences = self._core.microbatches, self._core.sequences
