@@ -14,6 +14,9 @@ from stagemesh.shared.core.commands import SAMPLE, Step
 from stagemesh.shared.core.layers import LayerRange
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.cuda_runner import CudaStageRunner
+from stagemesh.shared.model.cuda.decode import DecodeGraphs
+from stagemesh.shared.model.cuda.layers import CudaStageModel
+from stagemesh.shared.model.cuda.prefill import PrefillForward
 from stagemesh.shared.model.layers import allocate_pool
 from stagemesh.shared.model.source import ModelSource
 from tests.gpu.models import PAGE, chunk, cpu_stage, cuda_stage, decode_step, join, open_small, run_cuda
@@ -21,6 +24,7 @@ from tests.gpu.spies import spy, spy_cuda
 
 LENGTHS = (1, 5, 16, 17, 63, 64, 100, 300)
 NEW = 24
+SLEEP_CYCLES = 4_000_000_000  # two seconds
 
 
 def prompts(vocab_size: int) -> list[list[int]]:
@@ -138,6 +142,28 @@ def test_what_a_step_leaves_stays_until_its_slot_is_used_again(tmp_path: Path, n
             torch.cuda.synchronize()
             for tensor, one in zip(left, expected[first : first + 3], strict=True):
                 assert torch.equal(tensor, one)
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_what_steps_read_is_made_before_the_first_of_them(tmp_path: Path, role: str) -> None:
+    """A stage is made on the default stream and warmed up on its own: here the former is far behind."""
+    source = open_small(tmp_path, num_hidden_layers=1)
+    for behind in (False, True):  # the first time kernels are loaded
+        _, pool, stream = cuda_stage(source, "prefill", num_pages=8)
+        weights = source.load(LayerRange(0, 1), torch.bfloat16, first=True, last=True, device="cuda")
+        model = CudaStageModel(source.config, LayerRange(0, 1), weights, torch.bfloat16, first=True, last=True)
+        torch.cuda.synchronize()
+        if behind:
+            torch.cuda._sleep(SLEEP_CYCLES)
+        sampled = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+        made = torch.cuda.default_stream().record_event()
+        if role == "decode":
+            decode = DecodeGraphs(model, pool, num_slots=1, max_rows=1, inbox=None, sampled=sampled, graphs=False)
+            decode.capture(stream, lambda done, total: None)
+        else:
+            with torch.cuda.stream(stream), torch.inference_mode():
+                PrefillForward(model, pool, 1, 16).warm_up(16)
+        assert made.query()
 
 
 def test_a_prompt_in_chunks_gives_the_same_id(tmp_path: Path) -> None:

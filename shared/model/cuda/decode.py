@@ -61,9 +61,11 @@ class DecodeGraphs:
 
     def capture(self, stream: torch.cuda.Stream, progress: Callable[[int, int], None]) -> None:
         """Compiles what is not compiled yet, then captures every graph. Takes seconds. The largest first, so that the
-        smaller ones find room in its memory."""
+        smaller ones find room in its memory. What they read was made on the default stream, which nothing else here
+        waits for."""
         total = len(self._slots) * len(self._buckets)
         done = 0
+        stream.wait_stream(torch.cuda.default_stream())
         with torch.cuda.stream(stream), torch.inference_mode():
             for bucket in reversed(self._buckets):
                 for slot in self._slots:

@@ -57,8 +57,9 @@ class PrefillForward:
 
     def warm_up(self, most: int) -> None:
         """Runs a small chunk and one of about `most` tokens, which write nothing, so that the first prompts find every
-        kernel loaded. On the current stream."""
+        kernel loaded. On the current stream, once the default one has made what they read."""
         model, longest = self._model, min(self._model.config.max_context, self._pool.shape[3] * len(self._pool))
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
         for count in (min(16, most), most):
             rows = _idle_rows(max(1, count // longest), min(count, longest), self._pool.shape[3])
             tokens = len(rows.positions)
