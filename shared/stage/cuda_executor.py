@@ -15,24 +15,26 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from stagemesh.shared.core.commands import COUNT, HANDLE, START, Command, Step
-from stagemesh.shared.engine.cuda_runner import CudaStageRunner
+from stagemesh.shared.core.commands import Command, Step
 from stagemesh.shared.link.cuda_ring import DeviceInbox, DeviceOutbox
 from stagemesh.shared.link.ring import RingSpec
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.stage.completions import Completions, Launched, Through
-from stagemesh.shared.stage.cuda_parts import DeviceParts
 from stagemesh.shared.stage.device_frames import Frame, Frames
 from stagemesh.shared.stage.executor import Onwards, StageExecutor
 from stagemesh.shared.stage.forward import ForwardThread
 from stagemesh.shared.stage.kv_sender import KvSender
 from stagemesh.shared.stage.occupancy import Activity
 from stagemesh.shared.stage.parts import StageParts
+
+if TYPE_CHECKING:  # they need what is on a GPU host alone
+    from stagemesh.shared.engine.cuda_runner import CudaStageRunner
+    from stagemesh.shared.stage.cuda_parts import DeviceParts
 
 
 class CudaStageExecutor(StageExecutor):
@@ -116,7 +118,8 @@ class CudaStageExecutor(StageExecutor):
         launched = await thread.call(lambda: self._launch(command, step))
         self.step = None
         self._begin_kv(command)
-        self._completions.expect(launched, lambda through: self._completed(step, launched, through))
+        pages = self._pages_of(step)  # a row may be dropped before this stage hears that the step is over
+        self._completions.expect(launched, lambda through: self._completed(step, pages, launched, through))
 
     def _rest(self) -> None:
         if not self._in_flight:
@@ -177,7 +180,7 @@ class CudaStageExecutor(StageExecutor):
         if command.step is None:
             self._begin_kv(command)
 
-    def _completed(self, step: Step, launched: Launched, through: Through) -> None:
+    def _completed(self, step: Step, pages: list[list[int]], launched: Launched, through: Through) -> None:
         """On the loop, which makes no call to the device."""
         self._in_flight -= 1
         self.clock.end(time.monotonic())
@@ -199,9 +202,7 @@ class CudaStageExecutor(StageExecutor):
             launch_ns=launched.launch_ns,
         )
         self._tracer.requests.ran(step, start_ns)
-        if self._kv is not None:
-            for row in step.rows.tolist():
-                self._kv.progressed(row[HANDLE], self._runner.pages_of(row[HANDLE]), row[START] + row[COUNT])
+        self._progressed(step, pages)
         if self._last:
             self._onwards.result(step.number, through.ids, launched.logprobs)
 
@@ -216,14 +217,13 @@ def make_cuda_executor(
     tracer: Tracer,
 ) -> CudaStageExecutor:
     """`spec` is the next stage's inbox. Ids of a decode stage that is alone go into its own."""
-    assert isinstance(parts.runner, CudaStageRunner)
     outbox = None
     if spec is not None:
         outbox = DeviceOutbox(spec)
     elif parts.first and parts.last and device.inbox is not None:
         outbox = DeviceOutbox(device.inbox.spec, local=device.inbox)
     return CudaStageExecutor(
-        parts.runner,
+        cast("CudaStageRunner", parts.runner),
         onwards,
         stream=device.stream,
         beside=device.beside,

@@ -248,10 +248,19 @@ class StageExecutor:
             if join.send is not None:
                 self._kv.join(join.handle, join.send)
         if command.step is not None:
-            for row in command.step.rows.tolist():
-                self._kv.progressed(row[HANDLE], self._runner.pages_of(row[HANDLE]), row[START] + row[COUNT])
+            self._progressed(command.step, self._pages_of(command.step))
         for handle in command.cancels:
             self._kv.cancel(handle)
+
+    def _pages_of(self, step: Step) -> list[list[int]]:
+        """Of each row of a step that has just been run, or enqueued; nothing where no KV is sent."""
+        return [] if self._kv is None else [self._runner.pages_of(handle) for handle in step.rows[:, HANDLE].tolist()]
+
+    def _progressed(self, step: Step, pages: list[list[int]]) -> None:
+        """The KV of `step` is in the pool, in `pages` of its rows."""
+        if self._kv is not None:
+            for row, own in zip(step.rows.tolist(), pages, strict=True):
+                self._kv.progressed(row[HANDLE], own, row[START] + row[COUNT])
 
 
 def yield_cores(nice: int) -> None:

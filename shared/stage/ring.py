@@ -171,6 +171,7 @@ class RingIn:
     def __init__(self, listener: RingListener) -> None:
         self._listener, self._silence = listener, Silence()
         self._connected = self._finished = False
+        self._error: Exception | None = None  # of the listener
         self.next_role = ""  # once the previous stage has said that it begins anew
         self.ended = asyncio.Event()
 
@@ -187,20 +188,31 @@ class RingIn:
                 ):  # a dead neighbour's stream may end as quietly as that of one that leaves
                     self._finished, self.next_role = True, message.leaving.next_role
                 else:
-                    deliver(message, self._listener)
+                    self._deliver(message)
         finally:
             self.ended.set()
         return stage_pb2.RingClosed()
 
+    def _deliver(self, message: stage_pb2.RingMessage) -> None:
+        """The sender hears of an error, and so does `watch`: it is what this stage ends with."""
+        try:
+            deliver(message, self._listener)
+        except Exception as error:
+            self._error = error
+            raise
+
     async def watch(self, on_finished: Callable[[str], None]) -> None:
         """A child of the stage. Calls `on_finished` with the next role, or "", when the previous stage has ended its
-        stream; raises PeerLost when it is gone without that, or silent: its process hangs, though its socket lives."""
+        stream; raises PeerLost when it is gone without that, or silent: its process hangs, though its socket lives.
+        Raises what a message of it came to."""
         while not self.ended.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self.ended.wait()
             if self._connected and not self.ended.is_set() and self._silence.look():
                 raise PeerLost(f"the previous stage of the ring has been silent for {LOST_AFTER_S:g} s")
+        if self._error is not None:
+            raise self._error
         if not self._finished:
             raise PeerLost("the previous stage of the ring is gone")
         on_finished(self.next_role)

@@ -25,7 +25,7 @@ from stagemesh.shared.obs.log import configure
 from stagemesh.shared.obs.metrics import Identity, Kind, Metric, Sample, Scope, by_label
 from stagemesh.shared.obs.tally import INFINITY, Tally
 from stagemesh.shared.runtime.loop import LagSampler
-from stagemesh.shared.runtime.monitor import BUSY_CHECK_S, CHECK_SHARE, IDLE_CHECK_S, Monitor
+from stagemesh.shared.runtime.monitor import BUSY_CHECK_S, CHECK_SHARE, IDLE_CHECK_S, MOST_PAUSE_S, Monitor
 from stagemesh.shared.runtime.notify import Notifier
 from stagemesh.shared.runtime.notify_socket import NotifySocket
 from stagemesh.shared.security.material import Material
@@ -246,12 +246,27 @@ def test_what_takes_long_to_check_is_checked_less_often() -> None:
     class Large(Subject):
         def check_integrity(self) -> None:
             super().check_integrity()
-            time.sleep(0.02)
+            until_s = time.thread_time() + 0.02
+            while time.thread_time() < until_s:
+                pass
 
     subject = Large()
     monitor = monitor_of(subject)
     pause_s = 0.02 / CHECK_SHARE
-    for now_s, num_checks in ((0.0, 1), (IDLE_CHECK_S, 1), (pause_s - 1, 1), (1000 * pause_s, 2)):
+    for now_s, num_checks in ((0.0, 1), (IDLE_CHECK_S, 1), (pause_s - 1, 1), (MOST_PAUSE_S, 2)):
+        monitor.sample(now_s)
+        assert subject.num_checks == num_checks, now_s
+
+
+def test_a_process_that_stood_still_in_a_check_is_checked_again_soon() -> None:
+    class Stopped(Subject):
+        def check_integrity(self) -> None:
+            super().check_integrity()
+            time.sleep(0.5)
+
+    subject = Stopped()
+    monitor = monitor_of(subject)
+    for now_s, num_checks in ((0.0, 1), (2 * IDLE_CHECK_S, 2)):
         monitor.sample(now_s)
         assert subject.num_checks == num_checks, now_s
 

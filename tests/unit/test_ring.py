@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stagemesh.shared.config import TransferSection
-from stagemesh.shared.errors import PeerLost, ProtocolViolation, Rejected
+from stagemesh.shared.errors import Bug, PeerLost, ProtocolViolation, Rejected
 from stagemesh.shared.obs.log import configure
 from stagemesh.shared.pb import stage_pb2
 from stagemesh.shared.rpc.client import Client
@@ -49,6 +49,21 @@ def test_a_stream_that_ends_without_a_word_is_a_loss() -> None:
         with pytest.raises(PeerLost):
             await ring.watch(finished.append)
         assert (heard.applied, finished) == ([3], [])
+
+    asyncio.run(run())
+
+
+def test_a_stage_ends_with_what_a_message_came_to_not_with_the_loss_of_who_sent_it() -> None:
+    class Strict(Heard):
+        def on_applied(self, number: int) -> None:
+            raise Bug(f"{number} is not a number that can be")
+
+    async def run() -> None:
+        ring = RingIn(Strict())
+        with pytest.raises(Bug):
+            await ring.accept(stream(APPLIED, LEAVING))
+        with pytest.raises(Bug, match="3 is not a number"):
+            await ring.watch(list[str]().append)
 
     asyncio.run(run())
 
