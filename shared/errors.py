@@ -48,8 +48,8 @@ class ProtocolViolation(StagemeshError):
     """A peer sent what the protocol does not allow here. The connection is not to be trusted further."""
 
 
-class Unsupported(ProtocolViolation):
-    """The peer does not know the call: it is of another version."""
+class Unsupported(StagemeshError):
+    """The peer does not know the call: it is of another version, or nobody of ours."""
 
 
 class Bug(StagemeshError):

@@ -37,6 +37,7 @@ _CODES: Final[tuple[tuple[type[Exception], grpc.StatusCode], ...]] = (
     (PeerLost, grpc.StatusCode.UNAVAILABLE),
     (Cancelled, grpc.StatusCode.CANCELLED),
     (ProtocolViolation, grpc.StatusCode.FAILED_PRECONDITION),
+    (Unsupported, grpc.StatusCode.FAILED_PRECONDITION),
     (TimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
 )
 
@@ -62,7 +63,7 @@ def answer_of(error: Exception, rpc: str) -> tuple[grpc.StatusCode, str]:
     """The same, short enough for a client to get it; a bug is logged."""
     error = first_of_ours(error)
     code, details = status_of(error)
-    if not isinstance(error, StagemeshError | TimeoutError):
+    if isinstance(error, Bug) or not isinstance(error, StagemeshError | TimeoutError):
         log.error("a handler failed", error=error, rpc=rpc)
     return code, _shortened(details)
 

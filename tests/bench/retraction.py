@@ -7,7 +7,8 @@
 
 All prompts at once, lengths uniform in [0.9, 1] of the given ones. First with a pool that holds all of them to their
 ends (unless --no-fitting), then with `--share` of it. Every ten seconds what decode has done since is said. Exits with
-1 if a request does not bring all its tokens; after `--seconds`, if a request has failed.
+1 if a request does not bring all its tokens; `--seconds` after the first token, if a request has failed, or if nothing
+was decoded in the last interval.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import os
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -76,6 +76,7 @@ class Run:
     failed: int = 0
     seconds: float = 0.0
     rate: float = 0.0
+    stands_still: bool = False
 
 
 class Watch:
@@ -84,6 +85,8 @@ class Watch:
     def __init__(self, mesh: RunningMesh) -> None:
         (self._address,) = [p["metrics"] for p in mesh.record["processes"] if p["name"] == "decode-0/0"]
         self.progress = Progress()
+        self.interval_tokens = 0.0  # of the latest
+        self._first_token = asyncio.Event()
 
     async def look(self) -> Said:
         return Said.of(await scrape_after(self._address, time.time()))
@@ -100,10 +103,18 @@ class Watch:
                 f"{now.waiting:.0f} wait for that, the first of them for {now.longest_s:.1f} s",
                 flush=True,
             )
-            before = now
+            self.interval_tokens, before = now.tokens - before.tokens, now
 
     def follow(self, progress: Progress) -> None:
         self.progress = progress
+        if progress.tokens:
+            self._first_token.set()
+
+    async def cut(self, limit: asyncio.Timeout, seconds: float | None) -> None:
+        """Lets `limit` come `seconds` after the first token."""
+        await self._first_token.wait()
+        if seconds is not None:
+            limit.reschedule(asyncio.get_running_loop().time() + seconds)
 
 
 async def measure_run(mesh: RunningMesh, run: Run, workload: Workload, seconds: float | None) -> None:
@@ -111,14 +122,18 @@ async def measure_run(mesh: RunningMesh, run: Run, workload: Workload, seconds: 
     start = await watch.look()
     saying, summary = asyncio.create_task(watch.say_all()), None
     try:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                clients = min(4, workload.num_prompts)
-                measured = await measure(Load(mesh.router, workload, clients, timeout_s=LIMIT_S), watch.follow)
-                summary = summarize(measured.records)
+        async with asyncio.timeout(None) as limit:
+            cutting = asyncio.create_task(watch.cut(limit, seconds))
+            clients = min(4, workload.num_prompts)
+            measured = await measure(Load(mesh.router, workload, clients, timeout_s=LIMIT_S), watch.follow)
+            summary = summarize(measured.records)
+    except TimeoutError:
+        if not limit.expired():
+            raise
     finally:
         end = await watch.look()
         saying.cancel()
+        cutting.cancel()
     if summary is not None:
         run.finished, run.failed, run.seconds = summary.successful, summary.failed, summary.duration_s
         run.rate = summary.throughput["output_tokens_per_s"]
@@ -128,6 +143,7 @@ async def measure_run(mesh: RunningMesh, run: Run, workload: Workload, seconds: 
         run.finished, run.failed = watch.progress.done - watch.progress.failed, watch.progress.failed
         run.seconds = end.at_s - start.at_s
         run.rate = (end.tokens - start.tokens) / run.seconds
+        run.stands_still = not (watch.interval_tokens if run.seconds > 2 * EVERY_S else run.rate)
     retracted, resumed, recomputed, back = (a - b for a, b in zip(end.counted, start.counted, strict=True))
     waited_s = (end.retracted_s - start.retracted_s) / resumed if resumed else 0.0
     under = {le: count - start.retracted_under[le] for le, count in end.retracted_under.items()}
@@ -202,7 +218,7 @@ def main() -> None:
         part = f"{run.rate / fitting:10.2f}" if fitting else ""
         print(f"{run.name:>22} {run.num_pages:8} {run.finished:9} {run.failed:7} {run.rate:9.0f} {part}")
     wanted = 0 if options.seconds else options.prompts
-    if any(run.failed or run.finished < wanted for run, _ in runs):
+    if any(run.failed or run.stands_still or run.finished < wanted for run, _ in runs):
         sys.exit(1)
 
 

@@ -232,6 +232,8 @@ def measure_all() -> list[str]:
                     column[name_of(length, count)] = show(seconds, length * count)
                 noticed = kill_target(*pair)
                 column[KILLED] = f"{noticed * 1e3:.0f} ms" if noticed else f"not in {NOTICED_WITHIN_S:.0f} s"
+                if not noticed:
+                    wrong.append(f"{kind} to GPU {other}: nobody noticed that the target was killed")
             except (RuntimeError, AssertionError) as error:
                 wrong.append(f"{kind} to GPU {other}: {error!r}")
     print_table(cells)

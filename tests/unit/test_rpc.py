@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from pathlib import Path
 
 import grpc
@@ -76,10 +77,14 @@ def test_an_exhausted_peer_says_when_to_come_back(tmp_path: Path, after_s: float
     run(tmp_path, body)
 
 
-def test_a_handlers_own_bug_is_internal_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [KeyError("x"), Bug("x")], ids=repr)
+def test_a_handlers_own_bug_is_internal_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
     async def body(broker: FakeBroker, client: Client, server: Server) -> None:
-        broker.on_fill = lambda: fail_with(KeyError("x"))
-        with caplog.at_level(logging.ERROR), pytest.raises(Bug, match="INTERNAL: KeyError: 'x'"):
+        broker.on_fill = lambda: fail_with(error)
+        said = f"INTERNAL: {type(error).__name__}: {error}"
+        with caplog.at_level(logging.ERROR), pytest.raises(Bug, match=re.escape(said)):
             await client.call("Fill", FILL, timeout_s=LIMIT_S)
         broker.on_fill = None
         await client.call("Fill", FILL, timeout_s=LIMIT_S)  # the server lives on
