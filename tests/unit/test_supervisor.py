@@ -160,9 +160,9 @@ def test_a_process_that_cannot_start_is_named_with_the_reason(
 
 
 def test_who_is_not_ready_in_time_is_named_with_what_it_was_doing(tmp_path: Path) -> None:
-    with mesh_of(tmp_path, timeout_s=3.0, behaviour="decode-0/0=hang") as mesh:
+    with mesh_of(tmp_path, timeout_s=6.0, behaviour="decode-0/0=hang") as mesh:
         assert mesh.wait() == 1
-    assert "error: not ready within 3 s: decode-0/0 (loading)" in mesh.output
+    assert "error: not ready within 6 s: decode-0/0 (loading)" in mesh.output
 
 
 def test_a_stop_while_starting_is_a_stop(tmp_path: Path) -> None:
