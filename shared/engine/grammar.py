@@ -116,7 +116,7 @@ class Matcher:
         took_ns = time.thread_time_ns() - start_ns
         self._grammars.masks, self._grammars.mask_ns = self._grammars.masks + 1, self._grammars.mask_ns + took_ns
         self._spent_ns += took_ns
-        if self._spent_ns > FREE_NS + self._offered * TOKEN_NS:
+        if not self.failure and self._spent_ns > FREE_NS + self._offered * TOKEN_NS:
             self.failure = f"its masks take too long: {self._spent_ns // 1_000_000} ms for {self._offered} tokens"
         return words
 

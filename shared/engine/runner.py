@@ -158,10 +158,11 @@ class StageRunner:
         chosen = drawn.tolist()
         failed: dict[int, TokenLogprobs] = {}
         for row, state, token_id in zip(wanted.sampled.tolist(), states, chosen, strict=True):
-            if state is not None and state.failure:
+            if state is None:
+                continue
+            if state.failure:
                 failed[row] = TokenLogprobs(0.0, failure=state.failure)
-            elif state is not None:
-                state.drawn(token_id)
+            state.drawn(token_id)  # of a failed one too: its next step may be out already
         at = list(telling)
         told = log_probabilities(logits[at], [chosen[row] for row in at], list(telling.values())) if at else []
         own = {int(wanted.sampled[row]): TokenLogprobs(*said) for row, said in zip(at, told, strict=True)}

@@ -114,7 +114,7 @@ def candidates_of(cast: Cast, *prompts: int) -> list[DecodeSequence]:
 
 
 def admit(cast: Cast, candidates: list[DecodeSequence], budget: int, now_s: float = 0.0) -> list[DecodeSequence]:
-    room = Room(budget=budget, free=budget, slots=100)
+    room = Room(whole=1000, budget=budget, free=budget, slots=100)
     return to_admit([c for c in candidates if not c.pages], cast.book, cast.growth, room, now_s)
 
 
@@ -134,6 +134,14 @@ def test_one_that_does_not_fit_is_passed_for_a_while_only() -> None:
     assert admit(cast, [large, second], budget=90, now_s=7.0 + LOOK_PAST_S) == []
 
 
+def test_one_that_no_instance_with_that_quarantine_can_hold_keeps_nobody_out() -> None:
+    cast = Cast()
+    large, *small = candidates_of(cast, 400, *[4] * (2 * LOOK_PAST))
+    room = Room(whole=99, budget=90, free=90, slots=100)
+    assert to_admit([large, *small], cast.book, cast.growth, room, now_s=LOOK_PAST_S) == small
+    assert (large.passed, large.blocked_s) == (0, None)
+
+
 def test_what_the_retracted_ones_need_is_set_aside() -> None:
     cast = Cast()
     cast.add(RETRACTED, prompt=40, made=1)  # 10 pages, and 2 to go on
@@ -143,7 +151,7 @@ def test_what_the_retracted_ones_need_is_set_aside() -> None:
 
 
 def resume(cast: Cast, pages: int, slots: int = 100) -> list[DecodeSequence]:
-    return to_resume(cast.book, cast.growth, Room(budget=pages, free=pages, slots=slots))
+    return to_resume(cast.book, cast.growth, Room(whole=1000, budget=pages, free=pages, slots=slots))
 
 
 def test_the_oldest_is_resumed_first_and_nobody_before_it() -> None:

@@ -8,6 +8,7 @@ import pytest
 from stagemesh.shared.core.commands import FLAGS, HANDLE, TokenLogprobs
 from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
+from stagemesh.shared.engine.schedule import admission
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 from stagemesh.shared.engine.schedule.output import SequenceEnd, SequenceOutput
 from stagemesh.shared.errors import Bug
@@ -221,6 +222,22 @@ def test_pages_in_quarantine_are_promised_to_nobody() -> None:
     first, second = (reserved(sim, prompt_tokens=4, max_tokens=5) for _ in range(2))  # two pages each in the end
     assert (len(first.pages), second.pages) == (1, ())
     finish(sim)
+
+
+def test_what_quarantine_keeps_from_fitting_an_empty_instance_lets_everybody_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "LOOK_PAST_S", 0.0)
+    sim = DecodeSim(num_stages=1, num_pages=8)
+    failed = reserved(sim, prompt_tokens=4, max_tokens=2)
+    sim.fill(failed)
+    sim.close_ticket(failed, quiesced=False)
+    large = reserved(sim, prompt_tokens=4, max_tokens=29)  # the whole pool in the end
+    small = [reserved(sim, prompt_tokens=4, max_tokens=2) for _ in range(3)]  # two pages each
+    assert not large.pages
+    assert all(request.pages for request in small)
+    finish(sim)
+    assert large.end is SequenceEnd.LENGTH
 
 
 def test_an_abort_after_the_last_write_gets_its_pages_back_with_the_commit() -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 from stagemesh.shared.engine.schedule.decode_settings import StepRoom
@@ -51,6 +52,19 @@ def test_fewer_microbatches_need_fewer_sequences_first_where_a_step_has_few_rows
         made.settings.set("extra_depth", 0)
     made.settings.set("max_running", 6)
     assert made.settings.set("extra_depth", 0) == 1
+
+
+def test_those_that_have_pages_and_do_not_run_yet_are_rows_to_come() -> None:
+    made = scheduler(StepRoom(steps=4, rows=3, sequences=8))
+    made.settings.set("extra_depth", 1)
+    for number in range(8):
+        request = RequestRef(f"r{number}", 1)
+        made.submit(request, SamplingParams(max_tokens=20), 4, f"t{number}")
+        made.reserve(f"t{number}", request)
+    assert len(made.poll().admissions) == 8
+    made.settings.set("max_running", 6)
+    with pytest.raises(Rejected, match=r"^extra_depth: 8 sequences in 2 microbatches are 4 rows a step"):
+        made.settings.set("extra_depth", 0)
 
 
 def test_more_and_fewer_microbatches_under_way_and_every_answer_is_whole() -> None:

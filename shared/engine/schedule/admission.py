@@ -63,19 +63,21 @@ class Growth:
 
 @dataclass(slots=True)
 class Room:
-    """What is left for others: of the budget, in pages; of the free pages; of the sequences that may run."""
+    """What is left for others: of the budget, in pages; of the free pages; of the sequences that may run. An empty
+    instance has `whole` as its budget."""
 
+    whole: int
     budget: int
     free: int
     slots: int
 
 
-def room_to_resume(book: DecodeBook, growth: Growth, usable: int, free: int, max_running: int) -> Room:
-    """`usable` pages are neither in quarantine nor being freed."""
+def room_to_resume(book: DecodeBook, growth: Growth, whole: int, freeing: int, free: int, max_running: int) -> Room:
+    """`whole` pages are not in quarantine; of those, `freeing` are being freed."""
     active = book.where(lambda s: s.active)
     over = sum(len(s.pages) for s in book if s.over)
-    budget = usable - over - sum(growth.pages(s) for s in active)
-    return Room(budget, free, max_running - len(active))
+    budget = whole - freeing - over - sum(growth.pages(s) for s in active)
+    return Room(whole, budget, free, max_running - len(active))
 
 
 def to_resume(book: DecodeBook, growth: Growth, room: Room) -> list[DecodeSequence]:
@@ -105,7 +107,8 @@ def to_admit(
     candidates: Iterable[DecodeSequence], book: DecodeBook, growth: Growth, room: Room, now_s: float
 ) -> list[DecodeSequence]:
     """Those of `candidates` that fit, in their order. What the retracted ones need is set aside, so nobody new delays
-    them. A request that does not fit is passed by a few, for a while."""
+    them. A request that does not fit is passed by a few, for a while; by everybody as long as what is in quarantine
+    keeps it from fitting an empty instance."""
     room.budget -= sum(growth.pages(s) for s in book if s.suspended)
     room.slots -= sum(1 for s in book if s.suspended)
     chosen: list[DecodeSequence] = []
@@ -114,6 +117,8 @@ def to_admit(
         need = growth.pages(sequence)
         if room.slots <= 0 or not all(_may_be_passed(s, now_s) for s in blocked):
             break
+        if need > room.whole:
+            continue
         if need > room.budget:
             sequence.blocked_s = now_s if sequence.blocked_s is None else sequence.blocked_s
             blocked.append(sequence)

@@ -112,8 +112,8 @@ class DecodeMemory:
         core = self._core
         if not self.reserving and not core.sequences.any_suspended:
             return
-        usable = core.pages.num_pages - core.pages.num_quarantined - core.issuer.num_freeing
-        room = room_to_resume(core.sequences, core.growth, usable, core.pages.num_free, self.max_running)
+        whole, freeing = core.pages.num_pages - core.pages.num_quarantined, core.issuer.num_freeing
+        room = room_to_resume(core.sequences, core.growth, whole, freeing, core.pages.num_free, self.max_running)
         for sequence in to_resume(core.sequences, core.growth, room):
             self._resume(sequence)
         self._admit(room)

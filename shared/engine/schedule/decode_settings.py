@@ -64,9 +64,10 @@ class DecodeSettings:
         self._memory.max_running = wanted
 
     def _check_rows(self, name: str, num_microbatches: int, max_running: int) -> None:
-        """A microbatch of the most that there may be is a step's rows. Those that run already may be more than may run
-        from now on."""
-        most = max(max_running, sum(self._core.microbatches.sizes))
+        """A microbatch of the most that there may be is a step's rows. Those that run already, or will with the
+        pages that they have, may be more than may run from now on."""
+        active = sum(1 for sequence in self._core.sequences if sequence.active)
+        most = max(max_running, active, sum(self._core.microbatches.sizes))
         rows = -(-most // num_microbatches)
         if self._room is not None and rows > self._room.rows:
             what = f"{most} sequences in {num_microbatches} microbatches are {rows} rows a step"
