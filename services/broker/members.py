@@ -192,7 +192,10 @@ class Members:
         if why in (BROKEN, ENDED, SILENT):
             self._look()
             await asyncio.sleep(self._stalls.left_s(self._clock()))
-        if ref in self._streams or (change := self._directory.remove(ref)) is None:
+        if ref in self._streams:
+            return
+        if (change := self._directory.remove(ref)) is None:  # lost before, or replaced by a later epoch
+            await self.heads.remove(ref)
             return
         said = self._log.info if why == LEFT else self._log.warning
         said("an instance is gone", instance_name=ref.name, instance_epoch=ref.epoch, reason=why)

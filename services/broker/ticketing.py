@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import count
 
 from stagemesh.services.broker.follow_up import FollowUp
 from stagemesh.services.broker.members import Members
@@ -38,6 +39,8 @@ class Ticketing:
         self._broker, self._tickets, self._members = broker, tickets, members
         self._recovery, self._follow_up, self._tracer, self._on_used = recovery, follow_up, tracer, on_used
         self.reserving: dict[str, float] = {}  # ticket -> since when its pages are being asked for
+        self._asked: dict[str, int] = {}  # ticket -> which call asks for them
+        self._calls = count(1)
         self.reserve_wait = waits()
 
     async def open_ticket(self, request: broker_pb2.OpenTicketRequest) -> broker_pb2.OpenTicketReply:
@@ -62,10 +65,14 @@ class Ticketing:
         ticket = await self._recovery.ticket(request.ticket_id)
         remaining_s = time_remaining()
         since_s = self.reserving[ticket.ticket_id] = time.monotonic()
+        call = self._asked[ticket.ticket_id] = next(self._calls)
         try:
             pages = await self._members.heads.reserve(ticket, RESERVE_TIMEOUT_S if remaining_s is None else remaining_s)
         finally:
-            self.reserving.pop(ticket.ticket_id, None)
+            if is_latest := self._asked.get(ticket.ticket_id) == call:
+                del self.reserving[ticket.ticket_id], self._asked[ticket.ticket_id]
+        if not is_latest:  # what this one was told may have been taken back since
+            raise Cancelled(f"ticket {ticket.ticket_id}: its pages have been asked for again")
         self.reserve_wait.record(time.monotonic() - since_s)
         if ticket.state not in (TicketState.OPENED, TicketState.RESERVED):
             raise Cancelled(f"ticket {ticket.ticket_id} is closed: {ticket.reason}")

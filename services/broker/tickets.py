@@ -151,8 +151,8 @@ class TicketBook:
 
     def fail(self, ticket: Ticket, reason: str, *, quiescent: bool = False) -> list[Action]:
         """Nobody will use it. `quiescent`: the writers have nothing in flight and never will."""
-        if ticket.state is TicketState.COMMITTED:
-            return []
+        if ticket.state is TicketState.COMMITTED or self._tickets.get(ticket.ticket_id) is not ticket:
+            return []  # or the decode instance was lost meanwhile
         first = ticket.state is not TicketState.QUIESCING
         if first:
             ticket.reason = reason

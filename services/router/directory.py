@@ -121,6 +121,9 @@ class MeshView:
         for ref in gone:
             self._remove(ref)
         for info in changed:
+            known = self._instances.get(info.ref.name)
+            if known is not None and known.ref != info.ref:
+                self._remove(known.ref)
             self._instances[info.ref.name] = info
             self._sent.pop(info.ref.name, None)
             session = self._sessions.get(info.ref)

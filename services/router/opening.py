@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.errors import StagemeshError, Unreachable
+from stagemesh.shared.obs.log import Log
 from stagemesh.shared.rpc.broker import BrokerClient
 from stagemesh.shared.runtime.backoff import delays, retry
 
@@ -20,8 +21,8 @@ class Tickets:
     """The router's side of tickets. `spawn` puts a task under the router's supervisor. A broker that is away is waited
     for up to `wait_s`."""
 
-    def __init__(self, broker: BrokerClient, spawn: Spawn, wait_s: float = 15.0) -> None:
-        self._broker, self._spawn, self._wait_s = broker, spawn, wait_s
+    def __init__(self, broker: BrokerClient, spawn: Spawn, log: Log, wait_s: float = 15.0) -> None:
+        self._broker, self._spawn, self._log, self._wait_s = broker, spawn, log, wait_s
 
     async def open(
         self, request: RequestRef, prefill: InstanceRef, decode: InstanceRef, prompt_tokens: int, max_tokens: int
@@ -69,4 +70,7 @@ class Tickets:
         raise Unreachable(f"the broker is away: no ticket within {self._wait_s:g} s")
 
     async def _fail(self, ticket_id: str, reason: str) -> None:
-        await retry(lambda: self._broker.fail_ticket(ticket_id, reason))
+        try:
+            await retry(lambda: self._broker.fail_ticket(ticket_id, reason))
+        except StagemeshError as error:
+            self._log.warning("a ticket cannot be failed", ticket_id=ticket_id, error=str(error))

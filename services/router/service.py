@@ -77,7 +77,8 @@ class RouterService:
             PrefixIndex() if self._config.engine.prefix_cache else PrefixIndex(max_pages=0),
             self._dial,
         )
-        tickets = Tickets(BrokerClient(broker, name), self._tasks.spawn, self._config.router.broker_wait_s)
+        wait_s = self._config.router.broker_wait_s
+        tickets = Tickets(BrokerClient(broker, name), self._tasks.spawn, self._log, wait_s)
         stack.push_async_callback(mesh.close)
         self._generator = GeneratorService(
             section=self._config.router,

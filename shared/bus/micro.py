@@ -26,6 +26,7 @@ from stagemesh.shared.errors import (
     Retryable,
     StagemeshError,
     Unauthenticated,
+    Unsupported,
 )
 from stagemesh.shared.obs.log import Log
 
@@ -34,8 +35,9 @@ _CODES: Final[tuple[tuple[type[Exception], int], ...]] = (
     (Rejected, 400),
     (Unauthenticated, 401),
     (Cancelled, 409),
-    (ProtocolViolation, 409),
+    (ProtocolViolation, 412),
     (Exhausted, 429),
+    (Unsupported, 501),
     (Retryable, 503),
     (PeerLost, 503),
     (TimeoutError, 504),

@@ -70,7 +70,7 @@ class CallService:
         name = call.method
         try:
             if (known := self._methods.get(name)) is None:
-                raise ProtocolViolation(f"{name!r} is not called over a stream")
+                raise Unsupported(f"{name!r} is not called over a stream")
             method, handler = known
             name = method.full_name
             if not 0.0 < call.timeout_s <= LONGEST_S:
@@ -89,6 +89,8 @@ class CallService:
 
 def _failure(call: calls_pb2.Call, error: Exception, name: str) -> calls_pb2.CallReply:
     code, details = answer_of(error, name)
+    if isinstance(error, Unsupported):
+        code = grpc.StatusCode.UNIMPLEMENTED  # the caller makes a call of its own then
     after_s = retry_after_s_of(error)
     return calls_pb2.CallReply(number=call.number, code=code.value[0], details=details, retry_after_s=after_s)
 

@@ -279,7 +279,7 @@ async def toy_router(
             config=source.config,
             tokenizer=source.tokenizer(),
             mesh=view,
-            start=Starter(view, Tickets(BrokerClient(broker, "router"), tasks.spawn), tasks.spawn),
+            start=Starter(view, Tickets(BrokerClient(broker, "router"), tasks.spawn, log), tasks.spawn),
             callers=callers,
             max_ahead=max_ahead,
             log=log,

@@ -19,7 +19,16 @@ from stagemesh.shared.bus.micro import Endpoint, admin_subject, call_endpoint, s
 from stagemesh.shared.bus.nats import NatsBus, open_nats_bus
 from stagemesh.shared.bus.roles import ROLES, render_roles
 from stagemesh.shared.config import NatsSection
-from stagemesh.shared.errors import Bug, Exhausted, Rejected, Retryable, StagemeshError, Unauthenticated
+from stagemesh.shared.errors import (
+    Bug,
+    Exhausted,
+    ProtocolViolation,
+    Rejected,
+    Retryable,
+    StagemeshError,
+    Unauthenticated,
+    Unsupported,
+)
 from stagemesh.shared.obs.log import Log
 from tests.support.admin import CommandError, Operator, operator
 from tests.support.mesh import ROOT
@@ -65,6 +74,10 @@ async def answer(payload: bytes) -> bytes:
             raise Rejected("limit", "must be in 1..3,\nget less")
         case {"raise": "retryable"}:
             raise Retryable("the head is away")
+        case {"raise": "unsupported"}:
+            raise Unsupported("the instance does not know it")
+        case {"raise": "violation"}:
+            raise ProtocolViolation("not now")
         case {"raise": "timeout"}:
             raise TimeoutError
         case {"raise": "bug"}:
@@ -94,6 +107,8 @@ async def served(url: str, folder: Path | None = None) -> AsyncIterator[NatsBus]
     [
         ({"raise": "rejected"}, "400", "limit: must be in 1..3, get less", Rejected),
         ({"raise": "retryable"}, "503", "the head is away", Retryable),
+        ({"raise": "unsupported"}, "501", "the instance does not know it", Unsupported),
+        ({"raise": "violation"}, "412", "not now", ProtocolViolation),
         ({"raise": "timeout"}, "504", "no answer in time", Retryable),
         ({"raise": "bug"}, "500", "ValueError: a handler's own mistake", Bug),
         ({"bytes": 2 << 20}, "429", "the answer has 2097152 bytes, over the server's limit: ask for less", Exhausted),

@@ -93,3 +93,12 @@ def test_an_instance_that_is_gone_is_forgotten() -> None:
 def test_where_nothing_is_cached_only_the_queues_count() -> None:
     view = View(PrefixIndex(max_pages=0))
     assert [view.send() for _ in range(4)] == ["p1", "p2", "p1", "p2"]
+
+
+def test_a_new_epoch_in_what_a_gathering_broker_shows_ends_the_session_with_the_old_one() -> None:
+    view = View()
+    (before,) = (s for ref, s in view.mesh._sessions.items() if ref.name == "d")
+    later = instance_to_pb(instance_of("d", DECODE, epoch=2))
+    view.mesh._take(broker_pb2.DirectoryUpdate(changed=[later], snapshot=True, gathering=True))
+    assert not before.up
+    assert sorted(str(ref) for ref in view.mesh._sessions) == ["d@2", "p1@1", "p2@1"]

@@ -19,10 +19,11 @@ from stagemesh.shared.codec.mesh import request_from_pb
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.output import SequenceOutput
-from stagemesh.shared.errors import Exhausted, Retryable
+from stagemesh.shared.errors import Bug, Exhausted, ProtocolViolation, Retryable, StagemeshError, Unsupported
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import instance_pb2
 from stagemesh.shared.rpc.server import Server
+from stagemesh.shared.runtime.tasks import Tasks
 from tests.support.doubles import Partial
 from tests.support.instances import PREFILL, instance_of
 
@@ -166,7 +167,7 @@ def test_a_ticket_is_used_or_failed_whenever_the_client_goes_away(goes_at: int, 
             def spawn(work: Coroutine[Any, Any, None]) -> object:
                 return group.create_task(work)
 
-            tickets = Tickets(broker, spawn)  # type: ignore[arg-type]
+            tickets = Tickets(broker, spawn, Log(logging.getLogger(__name__)))  # type: ignore[arg-type]
             ref, instance = RequestRef("r", 1), InstanceRef("i", 1)
             opening = asyncio.ensure_future(tickets.open(ref, instance, instance, 1, 1))
             for turn in range(7):
@@ -182,5 +183,26 @@ def test_a_ticket_is_used_or_failed_whenever_the_client_goes_away(goes_at: int, 
             except (asyncio.CancelledError, Retryable):
                 used = []
         assert [*used, *broker.failed] == ([] if fails else ["t"])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [Bug("its own mistake"), Unsupported("not known"), ProtocolViolation("not now")])
+def test_a_broker_that_cannot_fail_a_ticket_does_not_end_the_router(error: StagemeshError) -> None:
+    class Broken(SlowBroker):
+        async def fail_ticket(self, ticket_id: str, reason: str, *, quiescent: bool = False) -> None:
+            await super().fail_ticket(ticket_id, reason)
+            raise error
+
+    async def run() -> None:
+        broker, tasks = Broken(), Tasks()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(tasks.run())
+            Tickets(broker, tasks.spawn, Log(logging.getLogger(__name__))).fail("t", "gone")  # type: ignore[arg-type]
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert len(tasks) == 0
+            running.cancel()
+        assert broker.failed == ["t"]
 
     asyncio.run(run())

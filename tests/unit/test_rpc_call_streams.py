@@ -14,7 +14,7 @@ import pytest
 
 from stagemesh.shared.errors import Bug, PeerLost, StagemeshError, Unreachable
 from stagemesh.shared.pb import broker_pb2
-from stagemesh.shared.rpc.broker import BROKER
+from stagemesh.shared.rpc.broker import BROKER, BrokerClient
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.rpc.duplex import Duplex
 from stagemesh.shared.rpc.errors import from_status
@@ -196,3 +196,33 @@ def test_nothing_is_left_of_it(tmp_path: Path) -> None:
         assert not any("_Stream._run" in repr(task) for task in asyncio.all_tasks())
 
     run(tmp_path, body)
+
+
+def test_a_peer_whose_stream_does_not_know_the_method_is_called_without_it(tmp_path: Path) -> None:
+    class Older(FakeBroker):
+        QUICK: ClassVar = frozenset({"ReportWriter"})
+
+        async def ReportWriter(self, request: Any, context: Any) -> Any:  # noqa: N802
+            return broker_pb2.WriterReportReply()
+
+    async def main() -> None:
+        server = Server({BROKER: Older()})
+        address = await server.start(f"unix:{tmp_path}/s")
+        async with asyncio.timeout(LIMIT_S), Client(address, BROKER) as client:
+            assert await quick_fill(client) == broker_pb2.FillReply()
+        await server.stop()
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_no_broker_is_a_broker_that_is_away(tmp_path: Path) -> None:
+    async def main() -> None:
+        server = Server({})
+        address = await server.start(f"unix:{tmp_path}/s")
+        async with asyncio.timeout(LIMIT_S), Client(address, BROKER) as client:
+            for call in (BrokerClient(client).fill("t"), BrokerClient(client).fail_ticket("t", "gone")):
+                with pytest.raises(Unreachable):
+                    await call
+        await server.stop()
+
+    asyncio.run(main())

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -170,5 +171,26 @@ def test_a_stream_that_reports_another_instance_than_its_own_is_a_violation(othe
             assert caught.group_contains(ProtocolViolation, match="a stream is one instance's: it was d@1, and reports")
             assert made.members.get(other.ref) is None
             assert await made.lost.get() == D.ref
+
+    asyncio.run(main())
+
+
+def test_a_life_that_a_later_one_has_replaced_leaves_no_channel() -> None:
+    async def main() -> None:
+        async with broker() as (made, group):
+            streams = []
+            for epoch in (1, 2, 3):
+                stream = Stream()
+                stream.report(info=replace(D, ref=InstanceRef(D.ref.name, epoch)))
+                joined = group.create_task(made.members.join(aiter(stream), stream))
+                await stream.told.wait()
+                streams.append((stream, joined))
+            for stream, joined in streams[:-1]:
+                stream.end()
+                await joined
+            for _ in range(5):
+                await asyncio.sleep(0.01)
+            assert [ref.epoch for ref in made.members.heads._clients] == [3]
+            streams[-1][0].end()
 
     asyncio.run(main())

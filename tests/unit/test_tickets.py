@@ -311,3 +311,12 @@ def test_a_ticket_that_fails_while_it_is_verified_stays_failed() -> None:
     assert kinds(book.fail(ticket, "aborted")) == [("p", False), ("d", False), ("d", True)]
     assert book.verified(ticket, "") == []
     assert ticket.state is TicketState.CLOSED
+
+
+def test_a_heads_word_on_a_ticket_whose_decode_instance_was_lost_meanwhile_changes_nothing() -> None:
+    book = TicketBook("x")
+    ticket = filling(book)
+    book.fail(ticket, "aborted")
+    assert kinds(book.lose(ticket.decode)) == [("p", True)]
+    assert book.fail(ticket, "aborted", quiescent=True) == []
+    assert (len(book), book.closed_by_outcome) == (0, {"committed": 0, "failed": 1})

@@ -23,7 +23,7 @@ from stagemesh.shared.core.identity import RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 from stagemesh.shared.engine.schedule.prefill import PrefillScheduler
-from stagemesh.shared.errors import Retryable, StagemeshError
+from stagemesh.shared.errors import Cancelled, Retryable, StagemeshError
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import broker_pb2
 from stagemesh.shared.runtime.notify import Notifier
@@ -205,3 +205,44 @@ def test_the_time_that_a_head_is_given_counts_from_when_it_is_asked() -> None:
         assert caller.heads.timeouts_s == [0.5]
 
     asyncio.run(run())
+
+
+def test_a_second_reservation_keeps_the_guard_and_the_first_one_is_told_nothing() -> None:
+    """A prefill instance whose connection has broken asks again; the decode head ends the first question."""
+
+    async def main() -> None:
+        caller = Caller()
+        await caller.start()
+        first = asyncio.create_task(caller.reserve())
+        await caller.heads.asked.wait()
+        caller.heads.asked.clear()
+        second = asyncio.create_task(caller.reserve())
+        await caller.heads.asked.wait()
+        caller.heads.answers[0].set_exception(Cancelled("asked for again"))
+        with pytest.raises(Cancelled, match="asked for again"):
+            await first
+        assert not await caller.unreserve()
+        caller.heads.answers[1].set_result((3, 4))
+        assert await second == (3, 4)
+        assert await caller.unreserve()
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_a_later_question_has_overtaken_is_not_told() -> None:
+    async def main() -> None:
+        caller = Caller()
+        await caller.start()
+        first = asyncio.create_task(caller.reserve())
+        await caller.heads.asked.wait()
+        caller.heads.asked.clear()
+        second = asyncio.create_task(caller.reserve())
+        await caller.heads.asked.wait()
+        caller.heads.answers[1].set_result((3, 4))
+        assert await second == (3, 4)
+        assert await caller.unreserve()
+        caller.heads.answers[0].set_result((3, 4))
+        with pytest.raises(Cancelled, match="asked for again"):
+            await first
+
+    asyncio.run(main())
