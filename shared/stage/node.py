@@ -10,7 +10,7 @@ from stagemesh.shared.core.commands import Command, Ints, RowLogprobs
 from stagemesh.shared.core.progress import StageProgress
 from stagemesh.shared.engine.host_copies import CopyDone, Direction
 from stagemesh.shared.engine.runner import StageRunner
-from stagemesh.shared.errors import ProtocolViolation, Rejected
+from stagemesh.shared.errors import ProtocolViolation
 from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.entry import Entry
 from stagemesh.shared.obs.metrics import Sample
@@ -22,6 +22,7 @@ from stagemesh.shared.stage.executor import StageExecutor
 from stagemesh.shared.stage.head import Head
 from stagemesh.shared.stage.kv_sender import KvSender
 from stagemesh.shared.stage.measure import measure_copies, measure_kv, measure_stage
+from stagemesh.shared.stage.read_outs import ReadOuts
 from stagemesh.shared.stage.ring import RingOut
 from stagemesh.shared.transfer.base import Endpoint
 
@@ -44,7 +45,8 @@ class StageNode:
     ) -> None:
         self.executor, self._runner, self._ring, self._tasks = executor, runner, ring, tasks
         self._pp_rank, self._kv, self._last = pp_rank, kv, last
-        self._endpoint, self.checksums = endpoint, checksums
+        self.checksums = checksums
+        self._read_outs = ReadOuts(endpoint.read_out, spawn=tasks.spawn, answer=self._have_read_out)
         loop = asyncio.get_running_loop()
         runner.copies.listen(lambda done: loop.call_soon_threadsafe(self._on_copy_done, done))
         self.head: Head | None = None
@@ -79,14 +81,9 @@ class StageNode:
         """Every stage is to read what processes have sent that have ended, and to say so."""
         if not self._last:
             self._ring.read_out(number)
-        self._tasks.spawn(self._read_out(number))
+        self._read_outs.ask(number)
 
-    async def _read_out(self, number: int) -> None:
-        error = ""
-        try:
-            await self._endpoint.read_out()
-        except Rejected as refused:
-            error = str(refused)
+    def _have_read_out(self, number: int, error: str) -> None:
         self.on_answer(stage_pb2.Answer(number=number, pp_rank=self._pp_rank, error=error))
 
     def ask_verify(self, verify: stage_pb2.Verify) -> None:

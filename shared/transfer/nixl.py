@@ -170,7 +170,7 @@ class NixlEndpoint:
         return self._writes.start(key, pieces, lane, self._regions.regions)
 
     async def read_out(self) -> None:
-        await until_read()
+        await until_read()  # all: UCX sends to a peer over the connection that this one has made, if there is one
 
     async def close(self) -> None:
         agent, self._agent = self._agent, None

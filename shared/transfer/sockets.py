@@ -78,13 +78,15 @@ def unsent() -> frozenset[Connection]:
     return frozenset(row.connection for row in host_sockets(_SENDING) if not row.inode)
 
 
-def num_unread() -> int:
-    """Connections of this process that may bring what a process that has ended had sent."""
+def num_unread(ports: Collection[int] | None = None) -> int:
+    """Connections of this process that may bring what a process that has ended had sent: those whose end here is one of
+    `ports`, or all."""
     unsent_here = unsent()
     count = 0
     for _, own in own_sockets():
         with own:
-            count += _may_bring(own, unsent_here)
+            if ports is None or own.getsockname()[1] in ports:
+                count += _may_bring(own, unsent_here)
     return count
 
 
@@ -98,10 +100,15 @@ async def until_sent() -> None:
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-async def until_read() -> None:
-    """Returns when no connection of this process is left whose far end is gone."""
+async def until_read(ports: Collection[int] | None = None) -> None:
+    """Returns when no connection of this process is left whose far end is gone.
+
+    `ports` are those of a library's listeners, where peers' data comes by connections that it has accepted, never by
+    those that it has made. It may keep the latter open for minutes after their far end has died: they bring nothing,
+    and are not waited for. Where data comes both ways, or nobody knows, all are.
+    """
     pause_s = FIRST_PAUSE_S
-    while await asyncio.to_thread(num_unread):
+    while await asyncio.to_thread(num_unread, ports):
         await asyncio.sleep(pause_s)  # the libraries' threads read; they tell nobody
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

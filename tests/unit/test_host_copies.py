@@ -253,7 +253,7 @@ def node_of(stage: Stage, pp_rank: int, ring: RingOut, tasks: Tasks) -> StageNod
         tasks=tasks,
         kv=None,
         last=False,
-        endpoint=cast("Any", None),
+        endpoint=cast("Any", SimpleNamespace(read_out=None)),
         checksums=cast("Any", None),
     )
 

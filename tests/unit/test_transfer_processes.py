@@ -140,6 +140,23 @@ def test_a_writer_that_was_killed_and_reaped_disturbs_nobody(backend: str) -> No
         assert target.only(num_bytes - MIB, MIB) == 3
 
 
+def test_a_target_that_died_is_not_waited_for_by_those_that_had_written_to_it(backend: str) -> None:
+    """As a prefill instance has that is a decode instance now. Its library may keep the connection for minutes."""
+    target = TargetProcess(MIB, backend)
+
+    async def main() -> None:
+        async with opened(backend) as writer, asyncio.timeout(30):
+            region = writer.register(torch.ones(MIB, dtype=torch.uint8))
+            await writer.write(target.key, [Piece(region.address, target.key.address, MIB)]).wait()
+            target.close()
+            await writer.read_out()
+
+    try:
+        asyncio.run(main())
+    finally:
+        target.close()
+
+
 def test_the_loop_runs_on_while_batches_of_many_megabytes_are_sent(backend: str, gigabyte: torch.Tensor) -> None:
     target = TargetProcess(GIB, backend)
 

@@ -71,7 +71,7 @@ def test_a_look_at_the_tables_holds_up_nobody(
     """On a host with ten thousands of sockets it takes long; a stage that is silent meanwhile would be lost."""
     loop_runs = threading.Event()
 
-    def looks() -> object:
+    def looks(*_: object) -> object:
         assert loop_runs.wait(10.0), "the loop stands still meanwhile"
         return nothing
 
@@ -141,6 +141,7 @@ def test_what_a_reaped_process_had_sent_is_waited_for_to_the_last_byte() -> None
 @pytest.mark.parametrize("linger", [False, True])
 def test_a_connection_that_was_reset_can_still_be_read(linger: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
+        ports = {server.getsockname()[1]}
         with socket.create_connection(server.getsockname()) as there:
             own, _ = server.accept()
             with own:
@@ -148,5 +149,27 @@ def test_a_connection_that_was_reset_can_still_be_read(linger: bool) -> None:
                 if linger:
                     there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
                 there.close()
-                assert num_unread() == 1
+                assert (num_unread(), num_unread(ports)) == (1, 1)
         assert num_unread() == 0
+
+
+@pytest.mark.parametrize("linger", [False, True])
+def test_a_connection_of_ours_to_a_peer_that_is_gone_brings_nothing_to_our_listeners(linger: bool) -> None:
+    """A pool keeps it for minutes: who waited for its end would wait as long."""
+
+    async def run() -> None:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as ours,
+            socket.create_server(("127.0.0.1", 0)) as theirs,
+            socket.create_connection(theirs.getsockname()),
+        ):
+            far, _ = theirs.accept()
+            with far:
+                far.sendall(b"acknowledged")
+                if linger:
+                    far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            assert num_unread() == 1
+            async with asyncio.timeout(30):
+                await until_read({ours.getsockname()[1]})
+
+    asyncio.run(run())
