@@ -40,6 +40,7 @@ class DecodeHead(Head):
         self._again: asyncio.TimerHandle | None = None
         self._again_s = 0.0
         self._reserving: dict[str, asyncio.Future[tuple[int, ...]]] = {}
+        self._num_corrupt = 0  # pieces of KV
 
     # -- events --
 
@@ -134,19 +135,24 @@ class DecodeHead(Head):
     async def VerifyPages(  # noqa: N802
         self, request: instance_pb2.VerifyPagesRequest, context: Any
     ) -> instance_pb2.VerifyPagesReply:
-        """Asked again, it looks again."""
+        """Asked again, it looks again. Pages that are the ticket's no more when all have looked may be another's by
+        now, with other KV: then nothing is known."""
         self._check_epoch(request.epoch)
         pages = self._scheduler.reserved_pages(request.ticket_id)
+        no_pages = instance_pb2.VerifyPagesReply(error=f"ticket {request.ticket_id} has no pages here")
         if not pages:
-            return instance_pb2.VerifyPagesReply(error=f"ticket {request.ticket_id} has no pages here")
+            return no_pages
         checks = list(request.checks)
         for check in checks:
             check.pages = to_bytes(pages[check.first_page : check.first_page + len(check.crcs)])
         put = lambda number: self._context.ask_verify(stage_pb2.Verify(number=number, checks=checks))  # noqa: E731
-        error = await self._questions.ask(len(self._context.info.stages), put)
-        if error:
-            self._context.log.error("KV is corrupt", ticket_id=request.ticket_id, reason=error)
-        return instance_pb2.VerifyPagesReply(error=error)
+        said = await self._questions.ask(len(self._context.info.stages), put)
+        if self._scheduler.reserved_pages(request.ticket_id) != pages:
+            return no_pages
+        if said.error:
+            self._num_corrupt += said.num_wrong
+            self._context.log.error("KV is corrupt", ticket_id=request.ticket_id, reason=said.error)
+        return instance_pb2.VerifyPagesReply(error=said.error)
 
     async def CommitTicket(  # noqa: N802
         self, request: instance_pb2.CommitTicketRequest, context: Any
@@ -248,6 +254,7 @@ class DecodeHead(Head):
         yield Sample(metrics.STEP_ROWS, stats.step_rows.snapshot())
         yield Sample(metrics.DECODED_TOKENS, stats.decoded_tokens)
         yield Sample(metrics.WASTED_ROWS, stats.wasted_rows)
+        yield Sample(metrics.KV_CORRUPT, self._num_corrupt)
 
     def describe(self, now_s: float) -> Iterable[Entry]:
         info = self._context.info

@@ -227,7 +227,7 @@ KV_SECONDS = Metric(_C, "kv_seconds", "Time that KV writes took, added up over w
 KV_WRITES = Metric(_C, "kv_writes", "KV writes that are over, by how.", _P, ("state",))
 KV_IN_DOUBT = Metric(_C, "kv_in_doubt", "KV writes that failed without proof that no byte arrives any more.", _P)
 KV_CHECKED = Metric(_C, "kv_checked_pieces", "Pieces of KV whose checksum a decode stage has verified.", _P)
-KV_CORRUPT = Metric(_C, "kv_corrupt_pieces", "Of those, pieces that were not what was sent.", _P)
+KV_CORRUPT = Metric(_C, "kv_corrupt_pieces", "Pieces of KV that were not what was sent.", _I)
 
 # -- every process --
 LOOP_LAG = Metric(_H, "loop_lag_seconds", "How much later than asked the event loop ran a callback, sampled.", _P)

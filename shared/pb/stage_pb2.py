@@ -27,7 +27,7 @@ from stagemesh.shared.pb import instance_pb2 as stagemesh_dot_shared_dot_pb_dot_
 from stagemesh.shared.pb import broker_pb2 as stagemesh_dot_shared_dot_pb_dot_broker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fstagemesh/shared/pb/stage.proto\x12\x0cstagemesh.v1\x1a\x1estagemesh/shared/pb/mesh.proto\x1a\"stagemesh/shared/pb/instance.proto\x1a stagemesh/shared/pb/broker.proto\"\xa8\x01\n\x0e\x43onnectRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tfrom_rank\x18\x03 \x01(\r\x12\x0f\n\x07pp_size\x18\x04 \x01(\r\x12(\n\x08manifest\x18\x05 \x01(\x0b\x32\x16.stagemesh.v1.Manifest\x12\'\n\x06stages\x18\x06 \x03(\x0b\x32\x17.stagemesh.v1.StageInfo\"\\\n\x0c\x43onnectReply\x12%\n\x04ring\x18\x01 \x01(\x0b\x32\x17.stagemesh.v1.RegionKey\x12\x11\n\tnum_slots\x18\x02 \x01(\r\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\"\xe9\x03\n\x0bRingMessage\x12(\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x15.stagemesh.v1.CommandH\x00\x12-\n\ndata_ready\x18\x02 \x01(\x0b\x32\x17.stagemesh.v1.DataReadyH\x00\x12(\n\x07\x61pplied\x18\x03 \x01(\x0b\x32\x15.stagemesh.v1.AppliedH\x00\x12*\n\x06result\x18\x04 \x01(\x0b\x32\x18.stagemesh.v1.StepResultH\x00\x12(\n\x07settled\x18\x05 \x01(\x0b\x32\x15.stagemesh.v1.SettledH\x00\x12(\n\x07leaving\x18\x06 \x01(\x0b\x32\x15.stagemesh.v1.LeavingH\x00\x12&\n\x06\x63opied\x18\x07 \x01(\x0b\x32\x14.stagemesh.v1.CopiedH\x00\x12,\n\x05pulse\x18\x08 \x01(\x0b\x32\x1b.stagemesh.v1.StageProgressH\x00\x12)\n\x08read_out\x18\t \x01(\x0b\x32\x15.stagemesh.v1.ReadOutH\x00\x12&\n\x06\x61nswer\x18\n \x01(\x0b\x32\x14.stagemesh.v1.AnswerH\x00\x12&\n\x06verify\x18\x0b \x01(\x0b\x32\x14.stagemesh.v1.VerifyH\x00\x42\x06\n\x04kind\";\n\x06\x43opied\x12\x0e\n\x06handle\x18\x01 \x01(\x03\x12\x0f\n\x07pp_rank\x18\x02 \x01(\r\x12\x10\n\x08restored\x18\x03 \x01(\x08\"\x19\n\x07ReadOut\x12\x0e\n\x06number\x18\x01 \x01(\x04\"?\n\x06Verify\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12%\n\x06\x63hecks\x18\x02 \x03(\x0b\x32\x15.stagemesh.v1.KvCheck\"8\n\x06\x41nswer\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07pp_rank\x18\x02 \x01(\r\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\x1c\n\x07Leaving\x12\x11\n\tnext_role\x18\x01 \x01(\t\"\x0c\n\nRingClosed\"\xb6\x01\n\x07\x43ommand\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x64rops\x18\x02 \x01(\x0c\x12\x13\n\x0bpage_deltas\x18\x03 \x01(\x0c\x12\x0f\n\x07\x63\x61ncels\x18\x04 \x01(\x0c\x12!\n\x05joins\x18\x05 \x03(\x0b\x32\x12.stagemesh.v1.Join\x12 \n\x04step\x18\x06 \x01(\x0b\x32\x12.stagemesh.v1.Step\x12\x10\n\x08retracts\x18\x07 \x01(\x0c\x12\x0f\n\x07resumes\x18\x08 \x01(\x0c\"\xa8\x01\n\x04Join\x12\x0e\n\x06handle\x18\x01 \x01(\x03\x12)\n\x07request\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12(\n\x08sampling\x18\x03 \x01(\x0b\x32\x16.stagemesh.v1.Sampling\x12$\n\x04send\x18\x04 \x01(\x0b\x32\x16.stagemesh.v1.SendPlan\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\"m\n\x08SendPlan\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x01(\x0c\x12(\n\x07targets\x18\x04 \x03(\x0b\x32\x17.stagemesh.v1.StageInfo\"H\n\x04Step\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nmicrobatch\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\x0c\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\"-\n\tDataReady\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"\x19\n\x07\x41pplied\x12\x0e\n\x06number\x18\x01 \x01(\x04\"\xb5\x01\n\nStepResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x38\n\x08logprobs\x18\x03 \x03(\x0b\x32&.stagemesh.v1.StepResult.LogprobsEntry\x1aL\n\rLogprobsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.stagemesh.v1.TokenLogprobs:\x02\x38\x01\"W\n\x07Settled\x12*\n\x06report\x18\x04 \x01(\x0b\x32\x1a.stagemesh.v1.WriterReport\x12\x0e\n\x06\x62roker\x18\x05 \x01(\tJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\x32\x8f\x01\n\tStageLink\x12\x43\n\x07\x43onnect\x12\x1c.stagemesh.v1.ConnectRequest\x1a\x1a.stagemesh.v1.ConnectReply\x12=\n\x04Ring\x12\x19.stagemesh.v1.RingMessage\x1a\x18.stagemesh.v1.RingClosed(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fstagemesh/shared/pb/stage.proto\x12\x0cstagemesh.v1\x1a\x1estagemesh/shared/pb/mesh.proto\x1a\"stagemesh/shared/pb/instance.proto\x1a stagemesh/shared/pb/broker.proto\"\xa8\x01\n\x0e\x43onnectRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tfrom_rank\x18\x03 \x01(\r\x12\x0f\n\x07pp_size\x18\x04 \x01(\r\x12(\n\x08manifest\x18\x05 \x01(\x0b\x32\x16.stagemesh.v1.Manifest\x12\'\n\x06stages\x18\x06 \x03(\x0b\x32\x17.stagemesh.v1.StageInfo\"\\\n\x0c\x43onnectReply\x12%\n\x04ring\x18\x01 \x01(\x0b\x32\x17.stagemesh.v1.RegionKey\x12\x11\n\tnum_slots\x18\x02 \x01(\r\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\"\xe9\x03\n\x0bRingMessage\x12(\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x15.stagemesh.v1.CommandH\x00\x12-\n\ndata_ready\x18\x02 \x01(\x0b\x32\x17.stagemesh.v1.DataReadyH\x00\x12(\n\x07\x61pplied\x18\x03 \x01(\x0b\x32\x15.stagemesh.v1.AppliedH\x00\x12*\n\x06result\x18\x04 \x01(\x0b\x32\x18.stagemesh.v1.StepResultH\x00\x12(\n\x07settled\x18\x05 \x01(\x0b\x32\x15.stagemesh.v1.SettledH\x00\x12(\n\x07leaving\x18\x06 \x01(\x0b\x32\x15.stagemesh.v1.LeavingH\x00\x12&\n\x06\x63opied\x18\x07 \x01(\x0b\x32\x14.stagemesh.v1.CopiedH\x00\x12,\n\x05pulse\x18\x08 \x01(\x0b\x32\x1b.stagemesh.v1.StageProgressH\x00\x12)\n\x08read_out\x18\t \x01(\x0b\x32\x15.stagemesh.v1.ReadOutH\x00\x12&\n\x06\x61nswer\x18\n \x01(\x0b\x32\x14.stagemesh.v1.AnswerH\x00\x12&\n\x06verify\x18\x0b \x01(\x0b\x32\x14.stagemesh.v1.VerifyH\x00\x42\x06\n\x04kind\";\n\x06\x43opied\x12\x0e\n\x06handle\x18\x01 \x01(\x03\x12\x0f\n\x07pp_rank\x18\x02 \x01(\r\x12\x10\n\x08restored\x18\x03 \x01(\x08\"\x19\n\x07ReadOut\x12\x0e\n\x06number\x18\x01 \x01(\x04\"?\n\x06Verify\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12%\n\x06\x63hecks\x18\x02 \x03(\x0b\x32\x15.stagemesh.v1.KvCheck\"K\n\x06\x41nswer\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07pp_rank\x18\x02 \x01(\r\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x11\n\tnum_wrong\x18\x04 \x01(\r\"\x1c\n\x07Leaving\x12\x11\n\tnext_role\x18\x01 \x01(\t\"\x0c\n\nRingClosed\"\xb6\x01\n\x07\x43ommand\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x64rops\x18\x02 \x01(\x0c\x12\x13\n\x0bpage_deltas\x18\x03 \x01(\x0c\x12\x0f\n\x07\x63\x61ncels\x18\x04 \x01(\x0c\x12!\n\x05joins\x18\x05 \x03(\x0b\x32\x12.stagemesh.v1.Join\x12 \n\x04step\x18\x06 \x01(\x0b\x32\x12.stagemesh.v1.Step\x12\x10\n\x08retracts\x18\x07 \x01(\x0c\x12\x0f\n\x07resumes\x18\x08 \x01(\x0c\"\xa8\x01\n\x04Join\x12\x0e\n\x06handle\x18\x01 \x01(\x03\x12)\n\x07request\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.RequestRef\x12(\n\x08sampling\x18\x03 \x01(\x0b\x32\x16.stagemesh.v1.Sampling\x12$\n\x04send\x18\x04 \x01(\x0b\x32\x16.stagemesh.v1.SendPlan\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\"m\n\x08SendPlan\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x01(\x0c\x12(\n\x07targets\x18\x04 \x03(\x0b\x32\x17.stagemesh.v1.StageInfo\"H\n\x04Step\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nmicrobatch\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\x0c\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\"-\n\tDataReady\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"\x19\n\x07\x41pplied\x12\x0e\n\x06number\x18\x01 \x01(\x04\"\xb5\x01\n\nStepResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x38\n\x08logprobs\x18\x03 \x03(\x0b\x32&.stagemesh.v1.StepResult.LogprobsEntry\x1aL\n\rLogprobsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.stagemesh.v1.TokenLogprobs:\x02\x38\x01\"W\n\x07Settled\x12*\n\x06report\x18\x04 \x01(\x0b\x32\x1a.stagemesh.v1.WriterReport\x12\x0e\n\x06\x62roker\x18\x05 \x01(\tJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\x32\x8f\x01\n\tStageLink\x12\x43\n\x07\x43onnect\x12\x1c.stagemesh.v1.ConnectRequest\x1a\x1a.stagemesh.v1.ConnectReply\x12=\n\x04Ring\x12\x19.stagemesh.v1.RingMessage\x1a\x18.stagemesh.v1.RingClosed(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,29 +49,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFY']._serialized_start=996
   _globals['_VERIFY']._serialized_end=1059
   _globals['_ANSWER']._serialized_start=1061
-  _globals['_ANSWER']._serialized_end=1117
-  _globals['_LEAVING']._serialized_start=1119
-  _globals['_LEAVING']._serialized_end=1147
-  _globals['_RINGCLOSED']._serialized_start=1149
-  _globals['_RINGCLOSED']._serialized_end=1161
-  _globals['_COMMAND']._serialized_start=1164
-  _globals['_COMMAND']._serialized_end=1346
-  _globals['_JOIN']._serialized_start=1349
-  _globals['_JOIN']._serialized_end=1517
-  _globals['_SENDPLAN']._serialized_start=1519
-  _globals['_SENDPLAN']._serialized_end=1628
-  _globals['_STEP']._serialized_start=1630
-  _globals['_STEP']._serialized_end=1702
-  _globals['_DATAREADY']._serialized_start=1704
-  _globals['_DATAREADY']._serialized_end=1749
-  _globals['_APPLIED']._serialized_start=1751
-  _globals['_APPLIED']._serialized_end=1776
-  _globals['_STEPRESULT']._serialized_start=1779
-  _globals['_STEPRESULT']._serialized_end=1960
-  _globals['_STEPRESULT_LOGPROBSENTRY']._serialized_start=1884
-  _globals['_STEPRESULT_LOGPROBSENTRY']._serialized_end=1960
-  _globals['_SETTLED']._serialized_start=1962
-  _globals['_SETTLED']._serialized_end=2049
-  _globals['_STAGELINK']._serialized_start=2052
-  _globals['_STAGELINK']._serialized_end=2195
+  _globals['_ANSWER']._serialized_end=1136
+  _globals['_LEAVING']._serialized_start=1138
+  _globals['_LEAVING']._serialized_end=1166
+  _globals['_RINGCLOSED']._serialized_start=1168
+  _globals['_RINGCLOSED']._serialized_end=1180
+  _globals['_COMMAND']._serialized_start=1183
+  _globals['_COMMAND']._serialized_end=1365
+  _globals['_JOIN']._serialized_start=1368
+  _globals['_JOIN']._serialized_end=1536
+  _globals['_SENDPLAN']._serialized_start=1538
+  _globals['_SENDPLAN']._serialized_end=1647
+  _globals['_STEP']._serialized_start=1649
+  _globals['_STEP']._serialized_end=1721
+  _globals['_DATAREADY']._serialized_start=1723
+  _globals['_DATAREADY']._serialized_end=1768
+  _globals['_APPLIED']._serialized_start=1770
+  _globals['_APPLIED']._serialized_end=1795
+  _globals['_STEPRESULT']._serialized_start=1798
+  _globals['_STEPRESULT']._serialized_end=1979
+  _globals['_STEPRESULT_LOGPROBSENTRY']._serialized_start=1903
+  _globals['_STEPRESULT_LOGPROBSENTRY']._serialized_end=1979
+  _globals['_SETTLED']._serialized_start=1981
+  _globals['_SETTLED']._serialized_end=2068
+  _globals['_STAGELINK']._serialized_start=2071
+  _globals['_STAGELINK']._serialized_end=2214
 # @@protoc_insertion_point(module_scope)

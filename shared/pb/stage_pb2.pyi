@@ -86,14 +86,16 @@ class Verify(_message.Message):
     def __init__(self, number: _Optional[int] = ..., checks: _Optional[_Iterable[_Union[_mesh_pb2.KvCheck, _Mapping]]] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("number", "pp_rank", "error")
+    __slots__ = ("number", "pp_rank", "error", "num_wrong")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     PP_RANK_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    NUM_WRONG_FIELD_NUMBER: _ClassVar[int]
     number: int
     pp_rank: int
     error: str
-    def __init__(self, number: _Optional[int] = ..., pp_rank: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    num_wrong: int
+    def __init__(self, number: _Optional[int] = ..., pp_rank: _Optional[int] = ..., error: _Optional[str] = ..., num_wrong: _Optional[int] = ...) -> None: ...
 
 class Leaving(_message.Message):
     __slots__ = ("next_role",)

@@ -1,7 +1,8 @@
 """crc32 of pieces of KV: of what is sent, by its writer, and of what has arrived, by the stage that was written to.
 
 A piece is the layers of one leg of one page. It is summed on threads beside the loop, which must not change it
-meanwhile: a writer's pages are pinned until it has reported, a target's belong to the ticket.
+meanwhile: a writer's pages are pinned until it has reported, a target's belong to the ticket. If that has ended
+meanwhile, they may be another's, and what is found of them is nobody's: so the head, which knows, says what is corrupt.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -22,12 +24,20 @@ from stagemesh.shared.pb import mesh_pb2
 PAGES_AT_ONCE: Final = 64  # copied from a GPU
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How many pieces of a check are not what was sent, and which, in words."""
+
+    num_wrong: int = 0
+    error: str = ""
+
+
 class Checksums:
     """Of one stage's pool, [num_pages, len(layers), 2, page_size, kv_heads, head_dim]."""
 
     def __init__(self, pool: Tensor, layers: LayerRange) -> None:
         self._pool, self._layers = pool, layers
-        self.num_checked = self.num_corrupt = 0
+        self.num_checked = 0
 
     async def of(self, pages: Sequence[int], layers: LayerRange) -> tuple[int, ...]:
         """One a page. Raises ProtocolViolation for what is not in this pool."""
@@ -36,20 +46,20 @@ class Checksums:
             raise ProtocolViolation(f"layers [{layers.lo}, {layers.hi}) of pages {list(pages)} are not of this stage")
         return await asyncio.to_thread(self._sum, tuple(pages), layers)
 
-    async def verify(self, check: mesh_pb2.KvCheck) -> str:
-        """What is wrong with the pieces of `check`, in words; empty if they are what was sent."""
+    async def verify(self, check: mesh_pb2.KvCheck) -> Verdict:
+        """Of the pieces of `check`."""
         layers, pages = LayerRange(check.layers.lo, check.layers.hi), to_tuple(check.pages)
         found, sent = await self.of(pages, layers), tuple(check.crcs)
         self.num_checked += len(pages)
         wrong = [at for at, crc in enumerate(found) if at >= len(sent) or crc != sent[at]]
-        self.num_corrupt += len(wrong)
         if not wrong:
-            return ""
+            return Verdict()
         at = wrong[0]
         expected = f"{sent[at]:08x}" if at < len(sent) else "none"
-        return (
+        return Verdict(
+            len(wrong),
             f"{len(wrong)} of {len(pages)} pieces of layers [{layers.lo}, {layers.hi}) are not what was sent: "
-            f"page {pages[at]} has crc32 {found[at]:08x}, expected {expected}"
+            f"page {pages[at]} has crc32 {found[at]:08x}, expected {expected}",
         )
 
     def _sum(self, pages: tuple[int, ...], layers: LayerRange) -> tuple[int, ...]:

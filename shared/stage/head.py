@@ -100,7 +100,7 @@ class Head(ABC):
         self._progress[progress.pp_rank] = progress
 
     def on_answer(self, answer: stage_pb2.Answer) -> None:
-        self._questions.answered(answer.number, answer.pp_rank, answer.error)
+        self._questions.answered(answer.number, answer.pp_rank, answer.error, answer.num_wrong)
 
     # -- what routers bring --
 
@@ -150,8 +150,9 @@ class Head(ABC):
         self, request: instance_pb2.ReadOutRequest, context: Any
     ) -> instance_pb2.ReadOutReply:
         self._check_epoch(request.epoch)
-        if error := await self._questions.ask(len(self._context.info.stages), self._context.ask_read_out):
-            raise ProtocolViolation(error)
+        said = await self._questions.ask(len(self._context.info.stages), self._context.ask_read_out)
+        if said.error:
+            raise ProtocolViolation(said.error)
         return instance_pb2.ReadOutReply()
 
     async def VerifyPages(  # noqa: N802

@@ -93,12 +93,13 @@ class StageNode:
         self._tasks.spawn(self._verify(verify))
 
     async def _verify(self, verify: stage_pb2.Verify) -> None:
-        error = ""
+        answer = stage_pb2.Answer(number=verify.number, pp_rank=self._pp_rank)
         for check in verify.checks:
-            if check.target_rank == self._pp_rank and not error:
-                error = await self.checksums.verify(check)
-        said = f"decode stage {self._pp_rank}: {error}" if error else ""
-        self.on_answer(stage_pb2.Answer(number=verify.number, pp_rank=self._pp_rank, error=said))
+            if check.target_rank == self._pp_rank and not answer.error:
+                verdict = await self.checksums.verify(check)
+                answer.num_wrong = verdict.num_wrong
+                answer.error = f"decode stage {self._pp_rank}: {verdict.error}" if verdict.num_wrong else ""
+        self.on_answer(answer)
 
     def _on_copy_done(self, done: CopyDone) -> None:
         if done.error is not None:  # a callback's exception would only be logged: it must end the stage
@@ -166,7 +167,6 @@ class StageNode:
         yield from measure_stage(self._runner, self.executor, time.monotonic_ns())
         yield from measure_copies(self._runner.copies)
         yield Sample(metrics.KV_CHECKED, self.checksums.num_checked)
-        yield Sample(metrics.KV_CORRUPT, self.checksums.num_corrupt)
         if self._kv is not None:
             yield from measure_kv(self._kv.counts)
         if self.head is not None:

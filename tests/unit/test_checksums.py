@@ -20,11 +20,13 @@ from stagemesh.shared.core.layers import LayerRange, split_layers
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.decode import DecodeScheduler
 from stagemesh.shared.errors import ProtocolViolation
+from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.obs.trace import Tracer
 from stagemesh.shared.pb import instance_pb2, mesh_pb2, stage_pb2
 from stagemesh.shared.stage.checksums import Checksums
 from stagemesh.shared.stage.kv_sender import KvSender, PieceSpan, PoolLayout
+from stagemesh.shared.stage.node import StageNode
 from stagemesh.shared.transfer.base import Endpoint
 from stagemesh.shared.transfer.memory import MemoryEndpoint, MemoryFabric
 from stagemesh.shared.transfer.mooncake import MooncakeEndpoint
@@ -62,6 +64,7 @@ class Sent:
         writer.register(self.source)
         keys = [target.publish(target.register(sink)) for target, sink in zip(targets, self.sinks, strict=True)]
         self._writer = writer
+        self.num_wrong: list[int] = []  # by stage, as last verified
         self._targets = tuple(
             StageInfo(rank, layers, f"d{rank}", key)
             for rank, (layers, key) in enumerate(zip(TARGETS, keys, strict=True))
@@ -89,7 +92,12 @@ class Sent:
         return checks_of(outcome.spans)
 
     async def errors(self, checks: Sequence[mesh_pb2.KvCheck]) -> list[str]:
-        return [error for check in checks if (error := await self.sums[check.target_rank].verify(check))]
+        verdicts = [await self.sums[check.target_rank].verify(check) for check in checks]
+        self.num_wrong = [
+            sum(verdict.num_wrong for check, verdict in zip(checks, verdicts, strict=True) if check.target_rank == rank)
+            for rank in range(len(self.sums))
+        ]
+        return [verdict.error for verdict in verdicts if verdict.num_wrong]
 
 
 def over_the_twin(num_to_corrupt: int) -> tuple[list[str], list[int]]:
@@ -99,7 +107,7 @@ def over_the_twin(num_to_corrupt: int) -> tuple[list[str], list[int]]:
         sent = Sent(MemoryEndpoint(fabric, "p"), [MemoryEndpoint(fabric, f"d{rank}") for rank in range(2)])
         errors = await sent.errors(await sent.send())
         assert sum(sums.num_checked for sums in sent.sums) == 6
-        return errors, [sums.num_corrupt for sums in sent.sums]
+        return errors, sent.num_wrong
 
     return asyncio.run(run())
 
@@ -142,27 +150,107 @@ def test_a_check_of_what_is_not_here_is_a_violation(lo: int, hi: int, page: int)
     asyncio.run(run())
 
 
-def test_the_head_has_every_stage_verify_and_answers_with_the_first_error() -> None:
-    async def run() -> None:
-        scheduler = DecodeScheduler(num_pages=8, page_size=4, num_microbatches=1, max_running=4)
-        asked: list[stage_pb2.Verify] = []
-        log = Log(logging.getLogger("stagemesh.test"))
+class Verifying:
+    """A decode head whose ticket `t` has pages, and what it asks its two stages for."""
+
+    def __init__(self) -> None:
+        self.scheduler = DecodeScheduler(num_pages=2, page_size=4, num_microbatches=1, max_running=4)
+        self.asked: list[stage_pb2.Verify] = []
         context = SimpleNamespace(
-            info=instance_of("d", DECODE), log=log, ask_verify=asked.append, issue=None, spawn=None, vocab_size=10
+            info=instance_of("d", DECODE),
+            log=Log(logging.getLogger("stagemesh.test")),
+            ask_verify=self.asked.append,
+            issue=lambda command: self.scheduler.applied(command.number),
+            spawn=lambda work: work.close(),
+            vocab_size=10,
+            tracer=Tracer("test"),
         )
-        head = DecodeHead(cast("Any", context), scheduler)
-        request = instance_pb2.VerifyPagesRequest(ticket_id="t", epoch=1, checks=[mesh_pb2.KvCheck(crcs=[7, 8])])
-        assert "has no pages here" in (await head.VerifyPages(request, None)).error
-        ref = RequestRef("r", 1)
-        scheduler.submit(ref, SamplingParams(max_tokens=4), 7, "t")
-        scheduler.reserve("t", ref)
-        (admission,) = scheduler.poll().admissions
-        verifying = asyncio.ensure_future(head.VerifyPages(request, None))
+        self.head = DecodeHead(cast("Any", context), self.scheduler)
+        self.request = instance_pb2.VerifyPagesRequest(ticket_id="t", epoch=1, checks=[mesh_pb2.KvCheck(crcs=[7, 8])])
+
+    def reserve(self, ticket_id: str) -> tuple[int, ...]:
+        ref = RequestRef(ticket_id, 1)
+        self.scheduler.submit(ref, SamplingParams(max_tokens=1), 7, ticket_id)
+        self.scheduler.reserve(ticket_id, ref)
+        (admission,) = self.scheduler.poll().admissions
+        return admission.pages
+
+    async def verify(self) -> asyncio.Future[instance_pb2.VerifyPagesReply]:
+        verifying = asyncio.ensure_future(self.head.VerifyPages(self.request, None))
         await asyncio.sleep(0)
-        (verify,) = asked
-        assert verify.checks[0].pages == to_bytes(admission.pages)
-        head.on_answer(stage_pb2.Answer(number=verify.number, pp_rank=0))
-        head.on_answer(stage_pb2.Answer(number=verify.number, pp_rank=1, error="wrong"))
+        return verifying
+
+    def answer(self, pp_rank: int, num_wrong: int = 0) -> None:
+        error = "wrong" if num_wrong else ""
+        number = self.asked[-1].number
+        self.head.on_answer(stage_pb2.Answer(number=number, pp_rank=pp_rank, error=error, num_wrong=num_wrong))
+
+    @property
+    def num_corrupt(self) -> list[float]:
+        """As it is measured."""
+        return [float(cast("Any", s.value)) for s in self.head.measure() if s.metric is metrics.KV_CORRUPT]
+
+
+def test_the_head_has_every_stage_verify_answers_with_the_first_error_and_counts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run() -> None:
+        sides = Verifying()
+        assert "has no pages here" in (await sides.head.VerifyPages(sides.request, None)).error
+        pages = sides.reserve("t")
+        verifying = await sides.verify()
+        (verify,) = sides.asked
+        assert verify.checks[0].pages == to_bytes(pages)
+        sides.answer(0)
+        sides.answer(1, num_wrong=2)
         assert (await verifying).error == "wrong"
+        assert "KV is corrupt" in caplog.text
+        assert sides.num_corrupt == [2]
+
+    asyncio.run(run())
+
+
+def test_what_is_found_of_pages_that_are_the_tickets_no_more_is_nobodys(caplog: pytest.LogCaptureFixture) -> None:
+    """Its client went away while they were summed, and they took another ticket's KV meanwhile."""
+
+    async def run() -> None:
+        sides = Verifying()
+        pages = sides.reserve("t")
+        verifying = await sides.verify()
+        sides.answer(0)
+        sides.head.on_abort(RequestRef("t", 1))
+        sides.scheduler.close_ticket("t", quiesced=True, reason="aborted")
+        assert set(sides.reserve("other")) == set(pages)
+        sides.answer(1, num_wrong=2)
+        assert "has no pages here" in (await verifying).error
+        assert "KV is corrupt" not in caplog.text
+        assert sides.num_corrupt == [0]
+
+    asyncio.run(run())
+
+
+def test_a_stage_says_how_many_pieces_are_wrong_and_counts_none_as_corrupt() -> None:
+    async def run() -> None:
+        pool, answers = pool_of(LAYERS), asyncio.Queue[stage_pb2.Answer]()
+        layers = mesh_pb2.LayerRange(lo=LAYERS.lo, hi=LAYERS.hi)
+        check = mesh_pb2.KvCheck(target_rank=0, layers=layers, crcs=[1, 2], pages=to_bytes([3, 4]))
+        runner = SimpleNamespace(copies=SimpleNamespace(listen=lambda _: None))
+        async with asyncio.TaskGroup() as group:
+            node = StageNode(
+                0,
+                runner=cast("Any", runner),
+                executor=cast("Any", None),
+                ring=cast("Any", None),
+                tasks=cast("Any", SimpleNamespace(spawn=group.create_task)),
+                kv=None,
+                last=True,
+                endpoint=cast("Any", SimpleNamespace(read_out=None)),
+                checksums=Checksums(pool, LAYERS),
+            )
+            node.head = cast("Any", SimpleNamespace(on_answer=answers.put_nowait))
+            node.ask_verify(stage_pb2.Verify(number=5, checks=[check]))
+        answer = answers.get_nowait()
+        assert (answer.number, answer.pp_rank, answer.num_wrong) == (5, 0, 2)
+        assert "decode stage 0: 2 of 2 pieces" in answer.error
 
     asyncio.run(run())
