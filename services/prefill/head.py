@@ -140,6 +140,7 @@ class PrefillHead(Head):
         for report in self._reports.unheard(broker):
             self._context.spawn(self._repeat(report))
         self._forget_reports()
+        self.wake()
 
     def _forget_reports(self) -> None:
         self._reports.forget(self._broker, lambda ticket_id: not self._scheduler.knows(ticket_id))
@@ -152,6 +153,7 @@ class PrefillHead(Head):
             self._context.log.warning("a report was refused", ticket_id=report.ticket_id, error=str(error))
         self._reports.heard(report, broker)
         self._forget_reports()
+        self.wake()
 
     # -- the pump --
 
@@ -159,6 +161,9 @@ class PrefillHead(Head):
         actions = self._scheduler.poll()
         self._issue(actions.commands)
         self._sessions.deliver(actions.outputs)
+        for request in actions.through:  # its decode may take as long as it likes: that is no work of this instance
+            if not self._scheduler.has(request):  # its router may have let go of it, and sent it anew
+                self._sessions.forget(request)
         for ticket_id in actions.reserve:
             self._context.spawn(self._reserve(ticket_id))
         for ticket_id in actions.fill:
@@ -209,7 +214,9 @@ class PrefillHead(Head):
 
     @property
     def held(self) -> Mapping[str, int]:
-        return {**self._scheduler.held, "requests": self._sessions.num_requests}
+        """Once its KV is all there, a request is no concern of this instance; that the broker knows of it, is."""
+        unheard = len(self._reports.unheard(self._broker))
+        return {**self._scheduler.held, "requests": self._sessions.num_requests, "reports": unheard}
 
     @property
     def gauges(self) -> Mapping[str, int]:

@@ -90,9 +90,15 @@ class Sessions:
                 continue  # its router is gone, or has aborted it
             by_session.setdefault(session, []).append(output)
             if output.end is not None:
-                self._forget(output.request)
+                self.forget(output.request)
         for session, batch in by_session.items():
             session.tell(batch)
+
+    def forget(self, request: RequestRef) -> None:
+        """Nothing more will be said of it, or wanted. What its router still says of it is dropped."""
+        session = self._owner.pop(request, None)
+        if session is not None:
+            session.requests.discard(request)
 
     def _open(self, message: instance_pb2.SessionUp) -> _Session:
         if message.WhichOneof("kind") != "open":
@@ -111,7 +117,7 @@ class Sessions:
                 self._requests.on_first_token(request, message.first_token.token_id)
             case "abort":
                 request = request_from_pb(message.abort.request)
-                self._forget(request)
+                self.forget(request)
                 self._requests.on_abort(request)
             case "pulse":
                 pass
@@ -135,17 +141,12 @@ class Sessions:
         while True:
             await context.write(await session.outgoing.get())
 
-    def _forget(self, request: RequestRef) -> None:
-        session = self._owner.pop(request, None)
-        if session is not None:
-            session.requests.discard(request)
-
     def _close(self, session: _Session) -> None:
         self.num_open -= 1
         if session.requests:
             self._log.warning("a router is gone", router=session.router, aborted_requests=len(session.requests))
         for request in list(session.requests):
-            self._forget(request)
+            self.forget(request)
             self._requests.on_abort(request)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,12 @@ import pytest
 from stagemesh.shared.errors import Unreachable
 from stagemesh.shared.rpc.client import Client
 from tests.mesh.test_exact_tiny import load_reference, prompts
+from tests.mesh.test_observe import metrics_addresses
 from tests.mesh.test_recovery import NEW_TOKENS, check_answers, mesh_of
 from tests.mesh.test_steer import command, stagemesh
 from tests.support.client import GENERATOR, Answer, generate, token_request
 from tests.support.running import STOP_LIMIT_S, RunningMesh, running_mesh
+from tests.support.scrape import scrape_after
 from tests.support.tiny_models import make_tiny
 
 pytestmark = pytest.mark.slow
@@ -87,6 +91,44 @@ def test_what_is_not_through_in_time_is_said_and_runs_on(tmp_path: Path) -> None
 
     with mesh_of(tmp_path, make_tiny(tmp_path / "model", max_context=256), 1) as mesh:
         assert len(asyncio.run(run(mesh)).token_ids) == 200
+
+
+def test_a_prefill_instance_goes_while_what_it_has_begun_is_decoded(tmp_path: Path) -> None:
+    """It is through with its KV. The request neither fails nor runs again."""
+    longest = 4096
+
+    async def run(mesh: RunningMesh) -> None:
+        has_begun, is_over = asyncio.Event(), False
+
+        def took(so_far: Answer) -> bool:
+            has_begun.set()
+            return True
+
+        async def ask() -> Answer:
+            nonlocal is_over
+            async with Client(mesh.router, GENERATOR) as client:
+                request = token_request(range(4, 20), longest - 16, ignore_eos=True)
+                answer = await generate(client, request, on_response=took)
+            is_over = True
+            return answer
+
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(ask())
+            await has_begun.wait()
+            assert await drain(mesh, "prefill-0") == "prefill-0: idle, and takes no new requests\n"
+            assert not is_over
+            os.kill(mesh.pids["prefill-0/0"], signal.SIGTERM)
+            await mesh.until_instances(1)
+            assert not is_over
+            await mesh.until_back("prefill-0")
+        assert len(asking.result().token_ids) == longest - 16
+        router = await scrape_after(metrics_addresses(mesh)["router"], time.time())
+        assert router.value("more_attempts_total") == 0
+
+    model = make_tiny(tmp_path / "model", max_context=longest)
+    with running_mesh(tmp_path, "--model", str(model)) as mesh:
+        asyncio.run(run(mesh))
+    assert "work was cut off" not in "".join(mesh.output)
 
 
 def test_what_is_cut_off_at_the_end_is_told_and_counted_and_makes_the_exit_code(tmp_path: Path) -> None:

@@ -225,6 +225,7 @@ class PrefillScheduler:
         if not sequence.over or sequence.in_flight or sequence.unsettled:
             return
         self.sequences.remove(sequence)
+        self._actions.through.append(sequence.request)
         if self._started.pop(sequence.handle, None) is not None:
             self._pages.give_back(sequence, self.issuer)
 
@@ -242,6 +243,10 @@ class PrefillScheduler:
     def knows(self, ticket_id: str) -> bool:
         """It is not over here, or something of it is in flight."""
         return self.sequences.of_ticket(ticket_id) is not None
+
+    def has(self, request: RequestRef) -> bool:
+        """The same of a request."""
+        return self.sequences.of_request(request) is not None
 
     def legs(self) -> Iterator[TicketLeg]:
         """What is known here of tickets that are not over."""

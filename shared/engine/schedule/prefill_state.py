@@ -109,6 +109,7 @@ class PrefillActions:
     reserve: list[str] = field(default_factory=list)  # tickets to ask pages for
     fill: list[str] = field(default_factory=list)  # tickets whose first write is near
     fail: list[FailedTicket] = field(default_factory=list)
+    through: list[RequestRef] = field(default_factory=list)  # nothing of them is left here, once `outputs` are told
 
 
 def first_output(sequence: PrefillSequence, token_id: int, said: TokenLogprobs | None) -> SequenceOutput:
