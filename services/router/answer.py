@@ -36,13 +36,14 @@ class Answer:
             self.num_tokens += 1
             self._response.token_ids.append(token_id)
             if logprobs is not None:
-                self._response.logprobs.append(_logprobs(logprobs))
+                _put(logprobs, self._response.logprobs.add())
             piece = self._stream.push(token_id)
             self._text.append(self._stops.push(piece) if self.num_tokens > self._min_tokens else piece)
 
     def push_prompt(self, told: Sequence[TokenLogprobs]) -> None:
         """The log probabilities of the prompt's tokens."""
-        self._response.prompt_logprobs.extend(_logprobs(each) for each in told)
+        for each in told:
+            _put(each, self._response.prompt_logprobs.add())
 
     def finish(self) -> None:
         """No more tokens: what was held back is shown, unless a stop string has ended the answer."""
@@ -61,9 +62,9 @@ class Answer:
         return generator_pb2.GenerateResponse(request_id=self._request_id, index=self._index)
 
 
-def _logprobs(said: TokenLogprobs) -> generator_pb2.Logprobs:
-    top = [
-        generator_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
-        for token_id, logprob in zip(said.top_ids, said.top_logprobs, strict=True)
-    ]
-    return generator_pb2.Logprobs(logprob=said.logprob, top=top)
+def _put(said: TokenLogprobs, to: generator_pb2.Logprobs) -> None:
+    """In place: of a prompt there may be a hundred thousand entries, and the router's loop waits for them."""
+    to.logprob = said.logprob
+    add = to.top.add
+    for token_id, logprob in zip(said.top_ids, said.top_logprobs, strict=True):
+        add(token_id=token_id, logprob=logprob)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,16 +25,19 @@ def to_array(data: bytes) -> Ints:
 
 
 def to_tuple(data: bytes) -> tuple[int, ...]:
-    return tuple(to_array(data).tolist())
+    """The same, as ints: short ones are many."""
+    if len(data) % 8:
+        raise ProtocolViolation(f"an int64 array of {len(data)} bytes")
+    return struct.unpack(f"<{len(data) // 8}q", data)
 
 
 def floats_to_bytes(values: Sequence[float]) -> bytes:
     """float64, little endian."""
-    return np.asarray(values, dtype="<f8").tobytes()
+    return struct.pack(f"<{len(values)}d", *values)
 
 
 def bytes_to_floats(data: bytes) -> tuple[float, ...]:
     """Raises ProtocolViolation if the length is no multiple of eight."""
     if len(data) % 8:
         raise ProtocolViolation(f"a float64 array of {len(data)} bytes")
-    return tuple(np.frombuffer(data, dtype="<f8").tolist())
+    return struct.unpack(f"<{len(data) // 8}d", data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,15 @@ def test_a_wrong_field_is_named_with_its_limit(field: str, value: Any, limit: st
         validate(request_of(**{field: value}))
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(("count", "most"), [(0, 43_690), (1, 32_768), (5, 16_384), (20, 5_698)])
+def test_no_more_is_told_of_a_prompt_than_the_loop_may_make_at_once(count: int, most: int) -> None:
+    request, limits = request_of(prompt_logprobs=count), replace(LIMITS, max_request_tokens=1 << 20)
+    assert sampling_params(request, range(most), limits, seed=0).prompt_logprobs == count
+    with pytest.raises(Rejected, match=f"prompts of at most {most} tokens, got {most + 1}") as caught:
+        sampling_params(request, range(most + 1), limits, seed=0)
+    assert caught.value.field == "prompt_logprobs"
 
 
 RIGHT: list[tuple[str, list[Any]]] = [
