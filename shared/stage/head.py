@@ -216,10 +216,11 @@ class Head(ABC):
             self._context.issue(command)
 
     async def idle(self) -> None:
-        """Returns when nothing is in flight."""
+        """Returns when nothing is in flight, and routers are told all of it."""
         while self.has_work:
             self._idle.clear()
             await self._idle.wait()
+        await self._sessions.written()
 
     # -- views --
 

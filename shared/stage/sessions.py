@@ -37,6 +37,7 @@ class _Session:
         self.router = router
         self.outgoing: asyncio.Queue[instance_pb2.SessionDown] = asyncio.Queue(MAX_QUEUED)
         self.requests: set[RequestRef] = set()
+        self.unwritten = 0  # messages
         self.behind = asyncio.Event()
         self.silence = Silence()
 
@@ -46,6 +47,8 @@ class _Session:
             self.outgoing.put_nowait(instance_pb2.SessionDown(outputs=outputs_to_pb(outputs)))
         except asyncio.QueueFull:
             self.behind.set()
+        else:
+            self.unwritten += 1
 
 
 class Sessions:
@@ -54,12 +57,23 @@ class Sessions:
     def __init__(self, requests: Requests, epoch: int, log: Log) -> None:
         self._requests, self._epoch, self._log = requests, epoch, log
         self._owner: dict[RequestRef, _Session] = {}
-        self.num_open = 0
+        self._open_ones: set[_Session] = set()
+        self._written = asyncio.Event()  # all that one of them was to hear, or it is over
         self.is_closed = False  # what comes is to run elsewhere
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open_ones)
 
     @property
     def num_requests(self) -> int:
         return len(self._owner)
+
+    async def written(self) -> None:
+        """Returns when all that routers are to hear is on its way to them. One that does not read ends in time."""
+        while any(session.unwritten for session in self._open_ones):
+            self._written.clear()
+            await self._written.wait()
 
     async def serve(self, messages: AsyncIterator[instance_pb2.SessionUp], context: Any) -> None:
         """One router's stream, to its end."""
@@ -105,8 +119,9 @@ class Sessions:
             raise ProtocolViolation("a session begins with `open`")
         if message.open.epoch != self._epoch:
             raise ProtocolViolation(f"epoch {message.open.epoch} is meant, this is {self._epoch}")
-        self.num_open += 1
-        return _Session(message.open.router)
+        session = _Session(message.open.router)
+        self._open_ones.add(session)
+        return session
 
     def _take(self, session: _Session, message: instance_pb2.SessionUp) -> None:
         match message.WhichOneof("kind"):
@@ -140,9 +155,13 @@ class Sessions:
     async def _send(self, session: _Session, context: Any) -> None:
         while True:
             await context.write(await session.outgoing.get())
+            session.unwritten -= 1
+            if not session.unwritten:
+                self._written.set()
 
     def _close(self, session: _Session) -> None:
-        self.num_open -= 1
+        self._open_ones.discard(session)
+        self._written.set()
         if session.requests:
             self._log.warning("a router is gone", router=session.router, aborted_requests=len(session.requests))
         for request in list(session.requests):

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from stagemesh.shared.errors import ProtocolViolation, Rejected, Retryable
+from stagemesh.shared.errors import Rejected, Retryable
 from stagemesh.shared.pb import broker_pb2, calls_pb2
 from stagemesh.shared.rpc.client import Client
 from stagemesh.shared.rpc.server import Server
@@ -88,9 +88,18 @@ def test_a_caller_that_is_cancelled_leaves_the_stream_to_the_others(tmp_path: Pa
 
 def test_a_method_that_is_not_for_streams_is_refused_and_the_stream_goes_on(tmp_path: Path) -> None:
     async def body(broker: FakeBroker, client: Client, server: Server) -> None:
-        with pytest.raises(ProtocolViolation, match="'FailTicket' is not called over a stream"):
-            await client.quick("FailTicket", broker_pb2.FailTicketRequest(), timeout_s=LIMIT_S)
-        await quick_fill(client)
+        stream = client.open("CallStream")
+        for number, method in enumerate(("FailTicket", "Fill"), start=1):
+            await stream.send(calls_pb2.Call(number=number, method=method, timeout_s=LIMIT_S))
+        replies = {}
+        async for reply in stream.receive():
+            replies[reply.number] = reply
+            if len(replies) == 2:
+                break
+        stream.cancel()
+        assert replies[1].code == grpc.StatusCode.UNIMPLEMENTED.value[0]
+        assert replies[1].details == "'FailTicket' is not called over a stream"
+        assert replies[2].code == 0
 
     run(tmp_path, body)
 

@@ -124,3 +124,34 @@ def test_what_comes_to_an_instance_that_has_ended_runs_elsewhere() -> None:
             await serving
 
     asyncio.run(run())
+
+
+def test_an_instance_that_ends_has_told_its_routers_everything() -> None:
+    class Slow:
+        """Takes a message when it is let."""
+
+        def __init__(self) -> None:
+            self.let = asyncio.Semaphore(0)
+
+        async def write(self, message: Any) -> None:
+            await self.let.acquire()
+
+    async def run() -> None:
+        requests, slow = Requests(), Slow()
+        sessions = Sessions(requests, 1, Log(logging.getLogger(__name__)))
+        serving = asyncio.ensure_future(sessions.serve(one_request(), slow))
+        await requests.submitted.wait()
+        await sessions.written()
+        for token_id in (7, 8):
+            sessions.deliver([SequenceOutput(REF, (token_id,))])
+        sessions.forget(REF)
+        waiting = asyncio.ensure_future(sessions.written())
+        for _ in range(2):
+            await asyncio.sleep(0.01)
+            assert not waiting.done()
+            slow.let.release()
+        await waiting
+        serving.cancel()
+        await asyncio.wait([serving])
+
+    asyncio.run(run())
