@@ -26,6 +26,7 @@ from stagemesh.shared.transfer.listeners import own_sockets
 FIRST_PAUSE_S: Final = 0.005
 LONGEST_PAUSE_S: Final = 0.1
 _BYTES_RECEIVED: Final = struct.Struct("128xQ")  # of struct tcp_info, linux/tcp.h
+_UNACKED: Final = struct.Struct("24xI")  # there; of a listener it is how many connections wait to be accepted
 
 
 class TcpState(IntEnum):
@@ -79,8 +80,8 @@ def unsent() -> frozenset[Connection]:
 
 
 def num_unread(ports: Collection[int] | None = None) -> int:
-    """Connections of this process that may bring what a process that has ended had sent: those whose end here is one of
-    `ports`, or all."""
+    """Sockets of this process that may bring what a process that has ended had sent: those whose end here is one of
+    `ports`, or all. A listener is one while a connection waits there to be accepted."""
     unsent_here = unsent()
     count = 0
     for _, own in own_sockets():
@@ -117,13 +118,15 @@ def _may_bring(own: socket.socket, unsent_here: frozenset[Connection]) -> bool:
     try:
         info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
         state = info[0]
+        if state == TcpState.LISTEN:
+            return bool(_UNACKED.unpack_from(info)[0])
         if state == TcpState.CLOSE:  # was reset, or never connected; what has been received can still be read
             return bool(_received(info) or _num_waiting(own))
         if state == TcpState.ESTABLISHED:  # a far end on this host shows whether anybody has it
             return (_known(own.getpeername()), _known(own.getsockname())) in unsent_here
     except OSError:  # closed meanwhile
         return False
-    return state not in (TcpState.LISTEN, TcpState.SYN_SENT)
+    return state != TcpState.SYN_SENT
 
 
 def _received(info: bytes) -> int:

@@ -91,7 +91,9 @@ def test_own_connections_are_in_the_table() -> None:
         assert [row.state for row in host_sockets(set(TcpState)) if row.connection == connection] == [
             TcpState.ESTABLISHED
         ]
-        assert num_unread() == 0
+        accepted, _ = server.accept()
+        with accepted:
+            assert num_unread() == 0
 
 
 def test_what_a_reaped_process_had_sent_is_waited_for_to_the_last_byte() -> None:
@@ -173,3 +175,15 @@ def test_a_connection_of_ours_to_a_peer_that_is_gone_brings_nothing_to_our_liste
                 await until_read({ours.getsockname()[1]})
 
     asyncio.run(run())
+
+
+def test_what_waits_to_be_accepted_may_bring_what_a_process_had_sent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ports = {listener.getsockname()[1]}
+        assert num_unread(ports) == 0
+        with socket.create_connection(listener.getsockname()) as sender:
+            sender.sendall(b"x")
+            assert num_unread(ports) == 1
+            accepted, _ = listener.accept()
+            with accepted:
+                assert num_unread(ports) == 0
