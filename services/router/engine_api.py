@@ -13,6 +13,7 @@ from typing import Any, Final
 from stagemesh.services.router.engine_answer import EngineAnswer
 from stagemesh.services.router.engine_request import generate_request
 from stagemesh.services.router.generator import GeneratorService
+from stagemesh.shared.errors import Rejected
 from stagemesh.shared.model.tokenizer import Tokenizer
 from stagemesh.shared.model.tokenizer_bundle import tokenizer_bundle
 from stagemesh.shared.pb import generator_pb2
@@ -43,6 +44,9 @@ class EngineService:
                     yield message
 
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if len(request.request_ids) > (most := self._generator.max_live):
+            problem = f"must be at most {most}, which is how many requests may be live, got {len(request.request_ids)}"
+            raise Rejected("request_ids", problem)
         for request_id in request.request_ids:
             await self._generator.Abort(generator_pb2.AbortRequest(request_id=request_id), context)
         return self._pb.AbortResponse()

@@ -4,13 +4,16 @@ judges is passed on to it, so that a wrong value gets the same answer through ei
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Final
 
-from stagemesh.services.router.validate import Limits
+from stagemesh.services.router.structure import MAX_STRUCTURE_BYTES
+from stagemesh.services.router.validate import Limits, check_lists, check_prompt_tokens
 from stagemesh.shared.errors import Rejected
 from stagemesh.shared.pb import generator_pb2
 
 ANY_OBJECT: Final = '{"type": "object"}'
+MAX_CHOICES: Final = MAX_STRUCTURE_BYTES // len('"x" | ')  # no grammar of more is within its limit
 MASK_64: Final = (1 << 64) - 1
 _FOREIGN: Final = ("kv_transfer_params", "mm_inputs", "kv_transfer_params_json", "media_refs")
 _SAME: Final = (
@@ -28,6 +31,7 @@ def generate_request(request: Any, limits: Limits) -> generator_pb2.GenerateRequ
     """`request` is a `vllm.grpc.engine.GenerateRequest`. Raises Rejected."""
     _refuse_foreign(request)
     asked = request.sampling_params
+    check_lists(asked)
     wanted = generator_pb2.GenerateRequest(
         request_id=request.request_id,
         whole=not request.stream,
@@ -45,7 +49,7 @@ def generate_request(request: Any, limits: Limits) -> generator_pb2.GenerateRequ
     if asked.HasField("seed"):
         wanted.seed = asked.seed & MASK_64
     wanted.logit_bias.update(asked.logit_bias)
-    _set_prompt(wanted, request)
+    _set_prompt(wanted, request, limits)
     _set_lengths(wanted, asked, limits)
     _set_structure(wanted, asked)
     return wanted
@@ -63,9 +67,10 @@ def _refuse_foreign(request: Any) -> None:
         raise Rejected("truncate_prompt_tokens", "is not supported: send the prompt that is to be used")
 
 
-def _set_prompt(wanted: generator_pb2.GenerateRequest, request: Any) -> None:
+def _set_prompt(wanted: generator_pb2.GenerateRequest, request: Any, limits: Limits) -> None:
     match request.WhichOneof("input"):
         case "tokenized":
+            check_prompt_tokens(len(request.tokenized.input_ids), limits)
             wanted.token_ids.ids.extend(request.tokenized.input_ids)
         case "text":
             wanted.text = request.text
@@ -91,13 +96,15 @@ def _set_structure(wanted: generator_pb2.GenerateRequest, asked: Any) -> None:
         case "json_object":
             wanted.json_schema = ANY_OBJECT
         case "choice":
-            wanted.ebnf = choice_grammar(list(asked.choice.choices))
+            wanted.ebnf = choice_grammar(asked.choice.choices)
         case "structural_tag":
             raise Rejected("structural_tag", "is not supported: use json_schema, regex or grammar")
 
 
-def choice_grammar(choices: list[str]) -> str:
+def choice_grammar(choices: Sequence[str]) -> str:
     """A grammar for one of the choices, word for word. Raises Rejected."""
+    if len(choices) > MAX_CHOICES:
+        raise Rejected("choice", f"must be at most {MAX_CHOICES} texts, got {len(choices)}")
     if not choices or not all(choices):
         raise Rejected("choice", "must be texts, of one character at least")
     return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)

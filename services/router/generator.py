@@ -287,6 +287,10 @@ class GeneratorService:
         return f"no {' and no '.join(missing)} instance is there to take requests" if missing else ""
 
     @property
+    def max_live(self) -> int:
+        return self._section.max_live_requests
+
+    @property
     def num_live(self) -> int:
         return len(self._entrance.live)
 

@@ -18,6 +18,7 @@ from stagemesh.services.router.generator import GENERATOR, GeneratorService
 from stagemesh.services.router.opening import Tickets
 from stagemesh.services.router.prefixes import PrefixIndex
 from stagemesh.services.router.session import HeadSession
+from stagemesh.services.router.validate import max_request_bytes
 from stagemesh.shared.config import Config
 from stagemesh.shared.core.directory import Role
 from stagemesh.shared.model.source import open_model
@@ -98,7 +99,8 @@ class RouterService:
         services = {GENERATOR: self._generator, INSPECT: inspect}
         if (proto := engine_proto()) is not None:
             services[proto.service] = EngineService(proto, self._generator, tokenizer, self._config.model.served_name)
-        server = Server(services, self._listening, self._callers)
+        limit = max_request_bytes(self._config.router.max_text_bytes, source.config.max_context)
+        server = Server(services, self._listening, self._callers, limit)
         self._address = await server.start(self._config.router.listen)
         stack.push_async_callback(server.stop)
         await self._wait_for_instances(stack, mesh)

@@ -6,12 +6,15 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
 
 from stagemesh.services.router.structure import structure_of
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.errors import Rejected
 from stagemesh.shared.pb import generator_pb2
+from stagemesh.shared.rpc.options import MAX_MESSAGE_BYTES
 
 MAX_STOP_TOKEN_IDS: Final = 64
 MAX_STOP_STRINGS: Final = 64
@@ -28,6 +31,14 @@ MAX_ANSWERS: Final = 64
 MAX_PROMPT_LOGPROBS: Final = 1 << 17
 """Of a prompt, all told. They come at once: while they are coded, for about 0.1 s, head and router do nothing else."""
 PROMPT_TOKEN_LOGPROBS: Final = 3  # what a token costs beside its likeliest ones, in terms of those
+MIN_REQUEST_LIMIT_BYTES: Final = 16 << 20
+MAX_ID_BYTES: Final = 5  # of a token id below 2^31, as a varint
+MAX_REST_BYTES: Final = 1 << 20  # of a request but for its prompt: lists, structure and what frames 1024 messages
+_LISTS: Final = (
+    ("stop", MAX_STOP_STRINGS, " strings"),
+    ("stop_token_ids", MAX_STOP_TOKEN_IDS, ""),
+    ("logit_bias", MAX_BIASES, " tokens"),
+)
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -42,17 +53,40 @@ class Limits:
     default_max_tokens: int | None = None
 
 
+def max_request_bytes(max_text_bytes: int, max_context: int) -> int:
+    """Of a message: what the largest valid request needs, text and token ids at once, and for all but the longest
+    contexts more. A message is parsed in one go on the loop, so that no larger one may come in."""
+    largest = max_text_bytes + max_context * MAX_ID_BYTES + MAX_REST_BYTES
+    return min(max(largest, MIN_REQUEST_LIMIT_BYTES), MAX_MESSAGE_BYTES)
+
+
+def check_lists(asked: Any) -> None:
+    """How many there are of what may be several, before any of them is looked at or copied. `asked` is a
+    GenerateRequest, or another message whose fields have the same names. Raises Rejected."""
+    for field, most, what in _LISTS:
+        if (count := len(getattr(asked, field))) > most:
+            raise Rejected(field, f"must be at most {most}{what}, got {count}")
+
+
+def check_prompt_tokens(count: int, limits: Limits) -> None:
+    """Raises Rejected if so many leave no room for a new one."""
+    most = limits.max_request_tokens - 1
+    if count > most:
+        raise Rejected("prompt", f"must be 1..{most} tokens (context and page pool), got {count}")
+
+
 def check_prompt(request: generator_pb2.GenerateRequest, limits: Limits) -> None:
     """What can be said before the prompt is tokenized. Raises Rejected."""
     if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
         raise Rejected("request_id", "must be 1..128 characters of A-Z a-z 0-9 . _ : -")
     answers_of(request)
+    check_lists(request)
     structure_of(request, limits.eos_token_ids)
     match request.WhichOneof("prompt"):
         case "text":
             _check_text("text", request.text, limits)
         case "token_ids":
-            _check_token_ids(list(request.token_ids.ids), limits)
+            _check_token_ids(request.token_ids.ids, limits)
         case "chat":
             _check_chat(request.chat, limits)
         case _:
@@ -65,12 +99,15 @@ def _check_text(field: str, text: str, limits: Limits) -> None:
         raise Rejected(field, f"must be 1..{limits.max_text_bytes} bytes of UTF-8, got {size}")
 
 
-def _check_token_ids(token_ids: list[int], limits: Limits) -> None:
+def _check_token_ids(token_ids: Sequence[int], limits: Limits) -> None:
     if not token_ids:
         raise Rejected("token_ids", "must not be empty")
-    for index, token_id in enumerate(token_ids):
-        if not 0 <= token_id < limits.vocab_size:
-            raise Rejected("token_ids", f"must be in 0..{limits.vocab_size - 1}, got {token_id} at index {index}")
+    check_prompt_tokens(len(token_ids), limits)
+    ids = np.array(token_ids)  # one copy of memory: a loop over a long context would hold up all others
+    wrong = np.flatnonzero((ids < 0) | (ids >= limits.vocab_size))
+    if wrong.size:
+        problem = f"must be in 0..{limits.vocab_size - 1}, got {ids[wrong[0]]} at index {wrong[0]}"
+        raise Rejected("token_ids", problem)
 
 
 def _check_chat(chat: generator_pb2.ChatMessages, limits: Limits) -> None:
@@ -89,7 +126,8 @@ def sampling_params(
 ) -> SamplingParams:
     """The request's parameters, with defaults; `prompt` is its token ids; `seed` is for a request that gives none.
     Raises Rejected."""
-    _check_stop_strings(list(request.stop))
+    check_lists(request)
+    _check_stop_strings(request.stop)
     max_tokens = _max_tokens(request, len(prompt), limits)
     repetition = _repetition_penalty(request)
     return SamplingParams(
@@ -100,7 +138,7 @@ def sampling_params(
         seed=request.seed if request.HasField("seed") else seed,
         ignore_eos=request.ignore_eos,
         eos_token_ids=limits.eos_token_ids,
-        stop_token_ids=_stop_token_ids(list(request.stop_token_ids), limits),
+        stop_token_ids=_stop_token_ids(request.stop_token_ids, limits),
         min_tokens=_whole("min_tokens", request.min_tokens, 0, max_tokens),
         min_p=_number("min_p", request.min_p, 0.0, 1.0),
         logprobs=_whole("logprobs", request.logprobs, 0, MAX_LOGPROBS) if request.HasField("logprobs") else None,
@@ -135,8 +173,6 @@ def _repetition_penalty(request: generator_pb2.GenerateRequest) -> float:
 
 
 def _logit_bias(request: generator_pb2.GenerateRequest, limits: Limits) -> tuple[tuple[int, float], ...]:
-    if len(request.logit_bias) > MAX_BIASES:
-        raise Rejected("logit_bias", f"must be at most {MAX_BIASES} tokens, got {len(request.logit_bias)}")
     for token_id in request.logit_bias:
         if not 0 <= token_id < limits.vocab_size:
             raise Rejected("logit_bias", f"token ids must be in 0..{limits.vocab_size - 1}, got {token_id}")
@@ -155,19 +191,15 @@ def _prompt_logprobs(request: generator_pb2.GenerateRequest, prompt_tokens: int)
     return count
 
 
-def _check_stop_strings(stops: list[str]) -> None:
-    if len(stops) > MAX_STOP_STRINGS:
-        raise Rejected("stop", f"must be at most {MAX_STOP_STRINGS} strings, got {len(stops)}")
+def _check_stop_strings(stops: Sequence[str]) -> None:
     for index, stop in enumerate(stops):
         if not 0 < len(stop.encode()) <= MAX_STOP_BYTES:
             raise Rejected("stop", f"must be 1..{MAX_STOP_BYTES} bytes of UTF-8, got {len(stop.encode())} at {index}")
 
 
 def _max_tokens(request: generator_pb2.GenerateRequest, prompt_tokens: int, limits: Limits) -> int:
+    check_prompt_tokens(prompt_tokens, limits)
     room = limits.max_request_tokens - prompt_tokens
-    most = limits.max_request_tokens - 1
-    if prompt_tokens > most:
-        raise Rejected("prompt", f"must be 1..{most} tokens (context and page pool), got {prompt_tokens}")
     if not request.HasField("max_tokens"):
         return min(room, limits.default_max_tokens or room)
     if not 1 <= request.max_tokens <= room:
@@ -199,9 +231,7 @@ def _whole(field: str, value: int, lowest: int, highest: int) -> int:
     return value
 
 
-def _stop_token_ids(token_ids: list[int], limits: Limits) -> tuple[int, ...]:
-    if len(token_ids) > MAX_STOP_TOKEN_IDS:
-        raise Rejected("stop_token_ids", f"must be at most {MAX_STOP_TOKEN_IDS}, got {len(token_ids)}")
+def _stop_token_ids(token_ids: Sequence[int], limits: Limits) -> tuple[int, ...]:
     for token_id in token_ids:
         _whole("stop_token_ids", token_id, 0, limits.vocab_size - 1)
     return tuple(token_ids)

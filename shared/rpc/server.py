@@ -22,7 +22,7 @@ from stagemesh.shared.rpc.calls import CALLS, CallService, quick_methods
 from stagemesh.shared.rpc.errors import answer_of, trailing_metadata_of
 from stagemesh.shared.rpc.guard import PLAIN_PORT, Callers, Gate, Listening
 from stagemesh.shared.rpc.messages import read_message
-from stagemesh.shared.rpc.options import SERVER_OPTIONS
+from stagemesh.shared.rpc.options import MAX_MESSAGE_BYTES, server_options
 
 WRITE_LIMIT_S: Final = 2.0
 
@@ -38,11 +38,14 @@ class Server:
         services: Mapping[ServiceDescriptor, object],
         listening: Listening = PLAIN_PORT,
         callers: Callers | None = None,
+        max_request_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        """`callers` are who may call, but for health; None: whoever gets a connection."""
+        """`callers` are who may call, but for health; None: whoever gets a connection. Messages over
+        `max_request_bytes` are RESOURCE_EXHAUSTED before they are parsed."""
         self._listening = listening
         self._server = grpc.aio.server(
-            interceptors=[Gate(callers)] if callers and callers.is_checked else [], options=SERVER_OPTIONS
+            interceptors=[Gate(callers)] if callers and callers.is_checked else [],
+            options=server_options(max_request_bytes),
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

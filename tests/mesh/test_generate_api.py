@@ -218,8 +218,8 @@ def test_a_request_id_in_use_is_refused_and_free_again_afterwards(mesh: RunningM
 
 
 def test_a_message_over_the_grpc_limit_is_told_so(mesh: RunningMesh) -> None:
-    with pytest.raises(Exhausted):
-        asyncio.run(one(mesh, Request(text="x" * (65 << 20))))
+    with pytest.raises(Exhausted, match=str(16 << 20)):
+        asyncio.run(one(mesh, Request(text="x" * (17 << 20))))
 
 
 def malformed(rng: random.Random) -> Request:

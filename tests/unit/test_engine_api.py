@@ -91,6 +91,15 @@ def test_an_abort_may_name_several_and_what_is_not_there_and_come_twice(folder: 
     serve(folder, model, work)
 
 
+def test_an_abort_names_no_more_than_may_be_live(folder: Path, model: Path) -> None:
+    async def work(client: Client, router: GeneratorService, mesh: ToyMesh) -> None:
+        with pytest.raises(Rejected, match=r"^request_ids: must be at most 4, .*, got 5$"):
+            await client.call("Abort", vllm_engine_pb2.AbortRequest(request_ids=["r"] * 5), timeout_s=10)
+        await client.call("Abort", vllm_engine_pb2.AbortRequest(request_ids=["r"] * 4), timeout_s=10)
+
+    serve(folder, model, work, max_live_requests=4)
+
+
 def test_a_gateway_that_goes_away_ends_the_request(folder: Path, model: Path) -> None:
     async def work(client: Client, router: GeneratorService, mesh: ToyMesh) -> None:
         async with aclosing(client.receive("Generate", asked(50_000), timeout_s=30)) as messages:

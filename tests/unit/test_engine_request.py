@@ -88,7 +88,22 @@ def test_lengths_are_cut_to_what_fits_beside_the_prompt(asked: int, given: int) 
 
 def test_lengths_that_no_cut_makes_right_are_left_to_be_refused() -> None:
     assert translated(max_tokens=0).max_tokens == 0
-    assert translated(max_tokens=9, prompt=[1] * 60).max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ({"prompt": [1] * 50}, r"^prompt: must be 1\.\.49 tokens .*, got 50$"),
+        ({"stop": ["x"] * 65}, "^stop: must be at most 64 strings, got 65$"),
+        ({"stop_token_ids": [1] * 65}, "^stop_token_ids: must be at most 64, got 65$"),
+        ({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "^logit_bias: must be at most 1024 tokens, got 1025$"),
+        ({"choice": {"choices": ["x"] * 10_923}}, "^choice: must be at most 10922 texts, got 10923$"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_too_long_is_not_even_copied(asked: dict[str, Any], problem: str) -> None:
+    with pytest.raises(Rejected, match=problem):
+        translated(**asked)
 
 
 def test_a_text_may_ask_for_more_than_there_is_too() -> None:

@@ -236,3 +236,16 @@ def test_a_message_over_the_limit_is_refused_with_the_reason(tmp_path: Path, met
         await client.call("Fill", FILL, timeout_s=LIMIT_S)
 
     run(tmp_path, body)
+
+
+def test_a_server_may_read_less_than_the_others_and_send_as_much(tmp_path: Path) -> None:
+    async def main() -> None:
+        server = Server({BROKER: FakeBroker()}, max_request_bytes=1 << 10)
+        address = await server.start(f"unix:{tmp_path}/s")
+        async with Client(address, BROKER) as client:
+            with pytest.raises(Exhausted, match=r"larger than max \(\d+ vs\. 1024\)"):
+                await client.call("Fill", broker_pb2.FillRequest(ticket_id="x" * 2000), timeout_s=LIMIT_S)
+            await client.call("Fill", FILL, timeout_s=LIMIT_S)
+        await server.stop()
+
+    asyncio.run(main())

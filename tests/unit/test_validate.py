@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.services.router.validate import Limits, check_prompt, priority_of, sampling_params
+from stagemesh.services.router.validate import Limits, check_prompt, max_request_bytes, priority_of, sampling_params
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.errors import Rejected
 from stagemesh.shared.pb.generator_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds
@@ -148,6 +148,32 @@ def test_a_prompt_that_leaves_no_room_is_named_with_the_limit(prompt_tokens: int
     with pytest.raises(Rejected, match=rf"^prompt: must be 1\.\.31 tokens .*, got {prompt_tokens}$"):
         sampling_params(request_of(), range(prompt_tokens), LIMITS, seed=0)
     assert sampling_params(request_of(), range(31), LIMITS, seed=0).max_tokens == 1
+
+
+LONG: list[tuple[str, dict[str, Any], str]] = [
+    ("prompt", {"token_ids": TokenIds(ids=[100] * 32)}, r"1\.\.31 tokens .*, got 32$"),
+    ("stop", {"stop": [""] * 65}, "at most 64 strings, got 65$"),
+    ("stop_token_ids", {"stop_token_ids": [100] * 65}, "at most 64, got 65$"),
+    ("logit_bias", {"logit_bias": dict.fromkeys(range(100, 1125), 0.0)}, "at most 1024 tokens, got 1025$"),
+]
+
+
+@pytest.mark.parametrize(("field", "fields", "limit"), LONG, ids=[field for field, _, _ in LONG])
+def test_what_is_too_long_is_refused_before_any_of_it_is_looked_at(
+    field: str, fields: dict[str, Any], limit: str
+) -> None:
+    """What is within is wrong too, and is not what the error is about."""
+    with pytest.raises(Rejected, match=limit) as caught:
+        check_prompt(request_of(**fields), LIMITS)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("text", "context", "mib"), [(1 << 20, 1 << 20, 16), (32 << 20, 1 << 20, 38), (1 << 20, 10 << 20, 52)]
+)
+def test_the_largest_valid_request_is_within_the_limit_of_a_message(text: int, context: int, mib: int) -> None:
+    assert max_request_bytes(text, context) == mib << 20
+    assert max_request_bytes(32 << 20, 100 << 20) == 64 << 20, "no channel of ours sends more"
 
 
 def either(inside: st.SearchStrategy[Any], anywhere: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
