@@ -85,7 +85,7 @@ class GeneratorService:
         (request_id, trace), seed = self._named(request, context), secrets.randbits(63)
         prompt, total = Prompt(lambda: self._tokenize(request)), Total(count)
         parts = [Part(request, request_id, index, count, seed, prompt) for index in range(count)]
-        if request_id in self._groups:
+        if request_id in self._groups or request_id in self._entrance.live:
             parts = parts[:1]  # which is refused
         with self._groups.group(request_id, parts) if len(parts) > 1 else nullcontext():
             streams = [self._answer(part, context, trace) for part in parts]
@@ -166,7 +166,7 @@ class GeneratorService:
 
     def _admit(self, part: Part, record: RequestRecord) -> str:
         """Under its name, which it returns. A request for several answers has a name of its own too."""
-        if part.name in self._entrance.live or (part.count == 1 and part.name in self._groups):
+        if part.request_id in self._entrance.live or self._groups.of_another(part):
             raise Rejected("request_id", f"{part.request_id!r} is in use by a live request")
         return self._entrance.admit(part.name, record)
 

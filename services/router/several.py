@@ -49,25 +49,31 @@ class Part:
 
 
 class Groups:
-    """The names of the parts of each request for several answers."""
+    """The parts of each live request for several answers."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, tuple[str, ...]] = {}
+        self._parts: dict[str, list[Part]] = {}
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._parts
 
     @contextmanager
     def group(self, request_id: str, parts: list[Part]) -> Iterator[None]:
-        self._parts[request_id] = tuple(part.name for part in parts)
+        self._parts[request_id] = parts
         try:
             yield
         finally:
             del self._parts[request_id]
 
+    def of_another(self, part: Part) -> bool:
+        """Whether its request's id is that of another one, for several answers. One of them may have ended."""
+        own = self._parts.get(part.request_id)
+        return own is not None and not any(part is each for each in own)
+
     def names(self, request_id: str) -> tuple[str, ...]:
         """Of its parts; its own where it is one."""
-        return self._parts.get(request_id, (request_id,))
+        parts = self._parts.get(request_id)
+        return (request_id,) if parts is None else tuple(part.name for part in parts)
 
 
 class Total:

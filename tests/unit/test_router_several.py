@@ -15,9 +15,10 @@ from stagemesh.shared.codec.commands import sampling_from_pb
 from stagemesh.shared.core.sampling import SamplingParams
 from stagemesh.shared.engine.schedule.output import SequenceEnd
 from stagemesh.shared.errors import Exhausted, Rejected, Retryable
+from stagemesh.shared.obs import metrics
 from stagemesh.shared.pb import generator_pb2
 from tests.support.toy_mesh import ToyMesh, undisturbed
-from tests.unit.test_router_generate import PROMPT, ask, at, folder, model, request_of, run
+from tests.unit.test_router_generate import PROMPT, ask, at, folder, model, request_of, run, value
 
 __all__ = ["folder", "model"]  # fixtures
 
@@ -69,6 +70,44 @@ def test_an_abort_ends_all_answers_and_their_name_is_taken_until_then(folder: Pa
         assert reasons == ["FINISH_REASON_ABORT"] * 3
         assert not (await router.Abort(generator_pb2.AbortRequest(request_id="r"), None)).was_live
         await ask(router, request_of(PROMPT, 5, request_id="r", n=2))
+
+    run(folder, model, work)
+
+
+def test_a_name_is_taken_until_the_last_answer_has_ended(folder: Path, model: Path) -> None:
+    async def work(router: GeneratorService, mesh: ToyMesh) -> None:
+        stop = undisturbed(PROMPT, 3, 0)[2]  # of the first answer
+        reasons: dict[int, str] = {}
+        async for response in router.Generate(
+            request_of(PROMPT, 20_000, n=2, request_id="r", stop_token_ids=[stop]), None
+        ):
+            if not response.HasField("finished"):
+                continue
+            reasons[response.index] = generator_pb2.FinishReason.Name(response.finished.finish_reason)
+            if len(reasons) == 1:
+                assert router.num_live == 1
+                for count in (1, 2, 3):
+                    with pytest.raises(Rejected, match="request_id: 'r' is in use by a live request"):
+                        await ask(router, request_of(PROMPT, 5, request_id="r", n=count))
+                assert (await router.Abort(generator_pb2.AbortRequest(request_id="r"), None)).was_live
+        assert reasons == {0: "FINISH_REASON_STOP", 1: "FINISH_REASON_ABORT"}
+        assert value(router, metrics.REQUESTS, "rejected") == 3
+        await ask(router, request_of(PROMPT, 5, request_id="r"))
+
+    run(folder, model, work)
+
+
+def test_several_answers_are_not_to_be_had_under_the_name_of_one(folder: Path, model: Path) -> None:
+    async def work(router: GeneratorService, mesh: ToyMesh) -> None:
+        reasons: list[str] = []
+        async for response in router.Generate(request_of(PROMPT, 50_000, request_id="r"), None):
+            if response.HasField("finished"):
+                reasons.append(generator_pb2.FinishReason.Name(response.finished.finish_reason))
+            elif router.num_live and not reasons:
+                with pytest.raises(Rejected, match="request_id: 'r' is in use by a live request"):
+                    await ask(router, request_of(PROMPT, 5, request_id="r", n=2))
+                assert (await router.Abort(generator_pb2.AbortRequest(request_id="r"), None)).was_live
+        assert reasons == ["FINISH_REASON_ABORT"]
 
     run(folder, model, work)
 
