@@ -42,18 +42,30 @@ class Departures:
         self.line.add(request_id, client, weight=weight, order=order, cost=cost)
         self._send()
 
-    def done(self, request_id: str) -> None:
-        """It has its first token, or is over. A no-op for others."""
-        self.line.discard(request_id)
-        self._begin.pop(request_id, None)
-        self._sent.discard(request_id)
+    def done(self, *request_ids: str) -> None:
+        """They have their first token, or are over. A no-op for others."""
+        for request_id in request_ids:
+            self.line.discard(request_id)
+            self._begin.pop(request_id, None)
+            self._sent.discard(request_id)
         self._send()
 
-    def crowded_out(self, waiting: Mapping[str, int], weights: Mapping[str, float], client: str) -> str | None:
-        """The request that makes room for one of `client`, where all places are taken: the last one of a client that
-        has more than its share of them. None if there is none that has not been sent off."""
-        last = (self.line.last_of(name) for name in over_their_share(waiting, weights, client))
-        return next((request_id for request_id in last if request_id is not None), None)
+    def crowded_out(
+        self, waiting: Mapping[str, int], weights: Mapping[str, float], client: str, count: int = 1, free: int = 0
+    ) -> list[str] | None:
+        """The requests that make room for `count` of `client`, where `free` places are: for each the last one of a
+        client that still has more than its share of them. None if there is no room for all: those that have been sent
+        off keep their places."""
+        left, victims = dict(waiting), list[str]()
+        lines = {name: self.line.from_last(name) for name in waiting}
+        for more in range(free + 1, count + 1):
+            names = over_their_share(left, weights, client, more)
+            found = ((name, request_id) for name in names if (request_id := next(lines[name], None)) is not None)
+            if (victim := next(found, None)) is None:
+                return None
+            left[victim[0]] -= 1
+            victims.append(victim[1])
+        return victims
 
     def _send(self) -> None:
         while len(self._sent) < self._room() and (request_id := self.line.take()) is not None:

@@ -34,8 +34,10 @@ class Entrance:
         self.refuses = False
         self._empty = asyncio.Event()
 
-    def check_room(self, client: str, now_s: float, count: int = 1) -> None:
-        """For `count` of them, before anything is done for any, so that a flood costs little. Raises Exhausted."""
+    def check_room(self, client: str, now_s: float, count: int = 1) -> list[str]:
+        """For `count` of them, before anything is done for any, so that a flood costs little: those that have to make
+        room first, which they do where the request is found right. A client that has more than its share of the places
+        gives one to a client that has less, if it has such as have not been sent off. Raises Exhausted."""
         if self.refuses:
             raise Retryable("this router is being stopped")
         if len(self.live) >= self._max_live:
@@ -47,23 +49,22 @@ class Entrance:
         if self._callers.is_checked and self._live_of[client] + count > most:
             said = f"{self._live_of[client]} requests of this client are live, and {most} may be"
             raise self.waiting.exhausted(said, now_s)
-        while not self.waiting.has_room(count) and self._make_room(client, now_s):
-            pass
-        self.waiting.check_room(now_s, count)
-
-    def _make_room(self, client: str, now_s: float) -> bool:
-        """A client that has more than its share of the places gives one to a client that has less. False if none has,
-        or has only such as have been sent off."""
         weights = {name: known.weight for name, known in self._callers.clients.items()}
-        request_id = self._departures.crowded_out(self.waiting.by_client, weights, client)
-        live = None if request_id is None else self.live[request_id]
-        if request_id is None or live is None:
-            return False
-        live.fail(self.waiting.exhausted("it makes room for another client: its own has the most waiting", now_s))
-        self._departures.done(request_id)
-        self.waiting.leave(request_id)
-        self._crowded_out.add(request_id)
-        return True
+        free = self.waiting.num_free
+        crowded_out = self._departures.crowded_out(self.waiting.by_client, weights, client, count, free)
+        if crowded_out is None:
+            self.waiting.check_room(now_s, count)
+        return crowded_out or []
+
+    def make_room(self, crowded_out: list[str], now_s: float) -> None:
+        """They have to, as has just been found: nothing has been awaited since."""
+        for request_id in crowded_out:
+            live = self.live[request_id]
+            assert live is not None, "what is in line has been tokenized"
+            live.fail(self.waiting.exhausted("it makes room for another client: its own has the most waiting", now_s))
+            self.waiting.leave(request_id)
+            self._crowded_out.add(request_id)
+        self._departures.done(*crowded_out)
 
     def admit(self, request_id: str, record: RequestRecord) -> str:
         """It has come in. Raises Rejected, Exhausted."""

@@ -13,7 +13,7 @@ at most. (P. Goyal, H. Vin, H. Cheng: Start-time fair queueing, SIGCOMM 1996.)
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from stagemesh.shared.errors import Bug
@@ -77,10 +77,14 @@ class FairLine:
             places = self._queues[client].places
             del places[bisect_left(places, place)]
 
+    def from_last(self, client: str) -> Iterator[str]:
+        """The requests of that client, those first that would be taken last."""
+        queue = self._queues.get(client)
+        return (request_id for _, _, request_id in reversed([] if queue is None else queue.places))
+
     def last_of(self, client: str) -> str | None:
         """The request of that client that would be taken last."""
-        queue = self._queues.get(client)
-        return queue.places[-1][2] if queue is not None and queue.places else None
+        return next(self.from_last(client), None)
 
     def _forget(self) -> None:
         """A client without requests whose turn is over is as good as a new one."""
@@ -94,12 +98,14 @@ class FairLine:
             raise Bug(f"{len(queued)} requests in queues, {len(self._where)} known")
 
 
-def over_their_share(waiting: Mapping[str, int], weights: Mapping[str, float], client: str) -> Iterable[str]:
-    """The clients that have more places than `client` would have with one more, for their weight; the most first. Who
-    is not in `weights` has weight 1."""
+def over_their_share(
+    waiting: Mapping[str, int], weights: Mapping[str, float], client: str, more: int = 1
+) -> Iterable[str]:
+    """The clients that have more places than `client` would have with so many more, for their weight; the most first.
+    Who is not in `weights` has weight 1."""
 
     def share(name: str, more: int = 0) -> float:
         return (waiting.get(name, 0) + more) / weights.get(name, 1.0)
 
-    ours = share(client, 1)
+    ours = share(client, more)
     return sorted((name for name in waiting if name != client and share(name) > ours), key=share, reverse=True)

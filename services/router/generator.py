@@ -18,7 +18,7 @@ from stagemesh.services.router.merged import merged
 from stagemesh.services.router.placement import max_prompt_tokens, max_request_tokens
 from stagemesh.services.router.record import RequestRecord, RouterRecords
 from stagemesh.services.router.request import Ending, LiveRequest
-from stagemesh.services.router.several import Groups, Part, Prompt, Total
+from stagemesh.services.router.several import Admission, Groups, Part, Prompt, Total
 from stagemesh.services.router.stop import StopMatcher
 from stagemesh.services.router.trace import traced
 from stagemesh.services.router.turns import Turns
@@ -83,8 +83,8 @@ class GeneratorService:
     ) -> AsyncGenerator[generator_pb2.GenerateResponse, None]:
         count = min(max(request.n, 1), MAX_ANSWERS)  # a wrong one is refused by the first
         (request_id, trace), seed = self._named(request, context), secrets.randbits(63)
-        prompt, total = Prompt(lambda: self._tokenize(request)), Total(count)
-        parts = [Part(request, request_id, index, count, seed, prompt) for index in range(count)]
+        prompt, admission, total = Prompt(lambda: self._tokenize(request)), Admission(), Total(count)
+        parts = [Part(request, request_id, index, count, seed, prompt, admission) for index in range(count)]
         if request_id in self._groups or request_id in self._entrance.live:
             parts = parts[:1]  # which is refused
         with self._groups.group(request_id, parts) if len(parts) > 1 else nullcontext():
@@ -100,10 +100,9 @@ class GeneratorService:
         """One of the answers that a request asks for."""
         with self.records.request() as record:
             client = record.client = self._callers.caller(context).name
-            self._entrance.check_room(client, record.arrived_s, part.count if part.index == 0 else 1)
-            check_prompt(part.request, self.limits())
+            part.admission.decide(lambda: self._let_in(part, client, record.arrived_s))
             record.trace = trace if trace is None or part.count == 1 else traced(part.name, "")
-            name = self._admit(part, record)
+            name = self._entrance.admit(part.name, record)
             live = None
             try:
                 live = await self._taken(part, record)
@@ -164,11 +163,13 @@ class GeneratorService:
     def _room_ahead(self) -> int:
         return self._max_ahead * max(1, sum(info.role is Role.PREFILL for info in self._mesh))
 
-    def _admit(self, part: Part, record: RequestRecord) -> str:
-        """Under its name, which it returns. A request for several answers has a name of its own too."""
+    def _let_in(self, part: Part, client: str, now_s: float) -> None:
+        """All answers to a request, or none. Nobody loses its place to what is refused. Raises Rejected, Exhausted."""
+        crowded_out = self._entrance.check_room(client, now_s, part.count)
+        check_prompt(part.request, self.limits())
         if part.request_id in self._entrance.live or self._groups.of_another(part):
             raise Rejected("request_id", f"{part.request_id!r} is in use by a live request")
-        return self._entrance.admit(part.name, record)
+        self._entrance.make_room(crowded_out, now_s)
 
     async def _taken(self, part: Part, record: RequestRecord) -> LiveRequest:
         """It is valid, and goes its way. Raises Rejected."""

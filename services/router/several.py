@@ -27,6 +27,25 @@ class Prompt:
             return self._token_ids
 
 
+class Admission:
+    """Whether a request may come in: decided once, by the first of its answers, and then the same for all."""
+
+    def __init__(self) -> None:
+        self._is_decided = False
+        self._error: Exception | None = None
+
+    def decide(self, check: Callable[[], None]) -> None:
+        """Raises what `check` raises, or raised when it was called for another answer."""
+        if not self._is_decided:
+            self._is_decided = True
+            try:
+                check()
+            except Exception as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Answer `index` of `count` to the request of a client; `seed` is for a request that gives none."""
@@ -37,6 +56,7 @@ class Part:
     count: int
     seed: int
     prompt: Prompt
+    admission: Admission
 
     @property
     def name(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -80,17 +80,20 @@ def check_prompt(request: generator_pb2.GenerateRequest, limits: Limits) -> None
     if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
         raise Rejected("request_id", "must be 1..128 characters of A-Z a-z 0-9 . _ : -")
     answers_of(request)
-    check_lists(request)
-    structure_of(request, limits.eos_token_ids)
+    priority_of(request)
+    _of_any_prompt(request, limits)
+    prompt_tokens = None
     match request.WhichOneof("prompt"):
         case "text":
             _check_text("text", request.text, limits)
         case "token_ids":
             _check_token_ids(request.token_ids.ids, limits)
+            prompt_tokens = len(request.token_ids.ids)
         case "chat":
             _check_chat(request.chat, limits)
         case _:
             raise Rejected("prompt", "one of text, token_ids and chat must be set")
+    _lengths(request, prompt_tokens, limits)
 
 
 def _check_text(field: str, text: str, limits: Limits) -> None:
@@ -126,29 +129,47 @@ def sampling_params(
 ) -> SamplingParams:
     """The request's parameters, with defaults; `prompt` is its token ids; `seed` is for a request that gives none.
     Raises Rejected."""
-    check_lists(request)
-    _check_stop_strings(request.stop)
-    max_tokens = _max_tokens(request, len(prompt), limits)
-    repetition = _repetition_penalty(request)
+    lengths = _lengths(request, len(prompt), limits)
+    params = _of_any_prompt(request, limits)
+    return replace(
+        params,
+        max_tokens=lengths.max_tokens,
+        min_tokens=lengths.min_tokens,
+        prompt_logprobs=lengths.prompt_logprobs,
+        seed=request.seed if request.HasField("seed") else seed,
+        prompt_ids=() if params.repetition_penalty == 1 else tuple(sorted(set(prompt))),
+    )
+
+
+def _lengths(request: generator_pb2.GenerateRequest, prompt_tokens: int | None, limits: Limits) -> SamplingParams:
+    """What depends on the prompt's. None: that is not known yet, so that only what no prompt makes right is wrong."""
+    max_tokens = _max_tokens(request, prompt_tokens, limits)
     return SamplingParams(
         max_tokens=max_tokens,
+        min_tokens=_whole("min_tokens", request.min_tokens, 0, max_tokens),
+        prompt_logprobs=_prompt_logprobs(request, prompt_tokens or 1),
+    )
+
+
+def _of_any_prompt(request: generator_pb2.GenerateRequest, limits: Limits) -> SamplingParams:
+    """The parameters that are the same whatever the prompt."""
+    check_lists(request)
+    _check_stop_strings(request.stop)
+    return SamplingParams(
+        max_tokens=1,
         temperature=_number("temperature", request.temperature, 0.0, MAX_TEMPERATURE),
         top_k=_whole("top_k", request.top_k, 0, limits.vocab_size),
         top_p=_top_p(request),
-        seed=request.seed if request.HasField("seed") else seed,
         ignore_eos=request.ignore_eos,
         eos_token_ids=limits.eos_token_ids,
         stop_token_ids=_stop_token_ids(request.stop_token_ids, limits),
-        min_tokens=_whole("min_tokens", request.min_tokens, 0, max_tokens),
         min_p=_number("min_p", request.min_p, 0.0, 1.0),
         logprobs=_whole("logprobs", request.logprobs, 0, MAX_LOGPROBS) if request.HasField("logprobs") else None,
-        prompt_logprobs=_prompt_logprobs(request, len(prompt)),
         presence_penalty=_number("presence_penalty", request.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
         frequency_penalty=_number("frequency_penalty", request.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
-        repetition_penalty=repetition,
+        repetition_penalty=_repetition_penalty(request),
         logit_bias=_logit_bias(request, limits),
         structure=structure_of(request, limits.eos_token_ids),
-        prompt_ids=() if repetition == 1 else tuple(sorted(set(prompt))),
     )
 
 
@@ -197,17 +218,15 @@ def _check_stop_strings(stops: Sequence[str]) -> None:
             raise Rejected("stop", f"must be 1..{MAX_STOP_BYTES} bytes of UTF-8, got {len(stop.encode())} at {index}")
 
 
-def _max_tokens(request: generator_pb2.GenerateRequest, prompt_tokens: int, limits: Limits) -> int:
-    check_prompt_tokens(prompt_tokens, limits)
-    room = limits.max_request_tokens - prompt_tokens
+def _max_tokens(request: generator_pb2.GenerateRequest, prompt_tokens: int | None, limits: Limits) -> int:
+    check_prompt_tokens(prompt_tokens or 1, limits)
+    room = limits.max_request_tokens - (prompt_tokens or 1)
     if not request.HasField("max_tokens"):
         return min(room, limits.default_max_tokens or room)
     if not 1 <= request.max_tokens <= room:
-        raise Rejected(
-            "max_tokens",
-            f"must be in 1..{room} ({limits.max_request_tokens} for prompt and new tokens, of which the prompt takes "
-            f"{prompt_tokens}), got {request.max_tokens}",
-        )
+        takes = "" if prompt_tokens is None else f", of which the prompt takes {prompt_tokens}"
+        both = f"{limits.max_request_tokens} for prompt and new tokens{takes}"
+        raise Rejected("max_tokens", f"must be in 1..{room} ({both}), got {request.max_tokens}")
     return request.max_tokens
 
 

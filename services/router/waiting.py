@@ -36,13 +36,14 @@ class Waiting:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._since_s
 
-    def has_room(self, count: int = 1) -> bool:
-        """For so many more."""
-        return len(self._since_s) + count <= self._max_requests
+    @property
+    def num_free(self) -> int:
+        """How many more may wait."""
+        return self._max_requests - len(self._since_s)
 
     def check_room(self, now_s: float, count: int = 1) -> None:
         """Raises Exhausted, with a hint, if `count` more were more than may wait."""
-        if not self.has_room(count):
+        if count > self.num_free:
             raise self.exhausted(f"no more than {self._max_requests} requests may wait", now_s)
 
     def enter(self, request_id: str, now_s: float, client: str = "") -> None:

@@ -166,6 +166,12 @@ def test_as_many_are_sent_off_as_there_is_room_for_and_each_that_is_done_makes_r
     room = 3
     departures.done("nobody")
     assert begun[3:] == ["a3"]
-    assert departures.crowded_out({"a": 4}, {}, "b") == "a5"
+    assert departures.crowded_out({"a": 4}, {}, "b") == ["a5"]
+    assert departures.crowded_out({"a": 4}, {}, "b", 2) == ["a5", "a4"]
+    assert departures.crowded_out({"a": 4}, {}, "b", 3) is None  # b would have more than a then
+    assert departures.crowded_out({"a": 4, "b": 3}, {}, "c", 2) == ["a5", "a4"]
+    assert departures.crowded_out({"a": 4}, {}, "b", 3, free=1) is None
+    assert departures.crowded_out({"a": 4}, {"a": 2.0}, "b", 2, free=1) is None
+    assert departures.crowded_out({"a": 4}, {}, "b", 2, free=2) == []
     assert departures.crowded_out({"b": 4}, {}, "a") is None  # all of b's are under way
     departures.check_integrity()

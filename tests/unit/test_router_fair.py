@@ -11,7 +11,7 @@ import pytest
 
 from stagemesh.services.router.generator import GeneratorService
 from stagemesh.shared.config import RouterSection
-from stagemesh.shared.errors import Exhausted, Unauthenticated
+from stagemesh.shared.errors import Exhausted, Rejected, StagemeshError, Unauthenticated
 from stagemesh.shared.obs import metrics
 from stagemesh.shared.obs.log import Log
 from stagemesh.shared.pb import generator_pb2
@@ -107,6 +107,68 @@ def test_a_flood_of_one_key_leaves_another_its_share_of_places_and_turns(
         counted = {s.labels: s.value for s in router.records.measure() if s.metric is metrics.CLIENT_REQUESTS}
         assert counted[("alice", "length")] == counted[("bob", "length")] == 4
         assert counted[("alice", "exhausted")] == 5
+
+    run(tmp_path_factory, model, work)
+
+
+WRONG = [
+    token_request(PROMPT, 4, temperature=-1.0),
+    token_request(PROMPT, 0),
+    token_request(PROMPT, 4, min_tokens=5),
+    token_request(PROMPT, 4, priority=101),
+    token_request(PROMPT, 4, n=2, request_id="r/1"),
+    token_request([999_999], 4),
+    token_request(PROMPT, 4, request_id="alice-0"),
+    token_request(PROMPT, 4, request_id="alice-0", n=2),
+    generator_pb2.GenerateRequest(text="x", max_tokens=0),
+    generator_pb2.GenerateRequest(text="x", top_p=2.0, n=2),
+]
+TOO_MANY = [token_request(PROMPT, 4, n=count) for count in (5, 8, 9)]
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"), [(each, Rejected) for each in WRONG] + [(each, Exhausted) for each in TOO_MANY]
+)
+def test_nobody_loses_a_place_to_what_is_refused(
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    request_: generator_pb2.GenerateRequest,
+    why: type[StagemeshError],
+) -> None:
+    """Of alice's eight, which take all places, four would make room for bob's."""
+
+    async def work(router: GeneratorService, mesh: ToyMesh, contexts: Contexts) -> None:
+        mesh.prefill.paused = True
+        async with asyncio.TaskGroup() as group:
+            flood = [group.create_task(ask(router, contexts["alice"], f"alice-{n}")) for n in range(8)]
+            await mesh.until(lambda: len(mesh.prefill.submits) == 2)
+            with pytest.raises((why, ExceptionGroup)) as caught:
+                async for _ in router.Generate(request_, contexts["bob"]):
+                    pass
+            error = caught.value  # of several answers: in a group
+            assert isinstance(error.exceptions[0] if isinstance(error, ExceptionGroup) else error, why)
+            router.check_integrity()
+            mesh.prefill.resume()
+        assert [task.result() for task in flood] == [undisturbed(PROMPT, 4)] * 8
+
+    run(tmp_path_factory, model, work)
+
+
+def test_as_many_make_room_as_answers_are_asked_for(tmp_path_factory: pytest.TempPathFactory, model: Path) -> None:
+    async def work(router: GeneratorService, mesh: ToyMesh, contexts: Contexts) -> None:
+        mesh.prefill.paused = True
+        async with asyncio.TaskGroup() as group:
+            flood = [group.create_task(ask(router, contexts["alice"], f"alice-{n}")) for n in range(7)]
+            await mesh.until(lambda: len(mesh.prefill.submits) == 2)
+            bob = router.Generate(token_request(PROMPT, 4, n=3, seed=0), contexts["bob"])
+            first = group.create_task(anext(bob))
+            lost = [await task for task in flood[5:]]
+            assert all(isinstance(each, Exhausted) for each in lost)
+            router.check_integrity()
+            mesh.prefill.resume()
+            got = [await first] + [response async for response in bob]
+        assert sum(response.HasField("finished") for response in got) == 3
+        assert [task.result() for task in flood[:5]] == [undisturbed(PROMPT, 4)] * 5
 
     run(tmp_path_factory, model, work)
 

@@ -44,12 +44,16 @@ def test_the_deployment_may_have_a_default_for_the_length() -> None:
 
 
 WRONG: list[tuple[str, list[Any], str]] = [
-    ("max_tokens", [0, -1, 23, HUGE, -HUGE], r"1\.\.22 \(32 for prompt and new tokens.* 10\)"),
+    (
+        "max_tokens",
+        [0, -1, 23, HUGE, -HUGE],
+        r"1\.\.(31 \(32 for prompt and new tokens\)|22 \(32 for prompt and new tokens.* 10\))",
+    ),
     ("temperature", [-0.1, 100.1, NAN, INF, -INF, 1e308], r"0\.0\.\.100\.0"),
     ("top_k", [-1, 101, HUGE, -HUGE], r"0\.\.100"),
     ("top_p", [0.0, -0.5, 1.0001, NAN, INF, -INF], r"\(0, 1\]"),
     ("min_p", [-0.1, 1.1, NAN, INF, -INF], r"0\.0\.\.1\.0"),
-    ("min_tokens", [-1, 23, HUGE, -HUGE], r"0\.\.22"),
+    ("min_tokens", [-1, 23, HUGE, -HUGE], r"0\.\.(31|22)"),
     ("logprobs", [-1, 21, HUGE], r"0\.\.20"),
     ("prompt_logprobs", [-1, 21, HUGE], r"0\.\.20"),
     ("presence_penalty", [-2.1, 2.1, NAN, INF], r"-2\.0\.\.2\.0"),
