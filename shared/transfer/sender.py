@@ -6,7 +6,9 @@ bulk:   submit every piece, then look at each until it has ended, with pauses. S
         engine's batch status reports a failure while other pieces of the batch are still on their way.
 
 A piece that ended well has been acknowledged by the target after its last byte was applied. One that failed may have
-bytes left in a socket, so only a batch that never reached the engine counts as proven to be over.
+bytes left in a socket, so only a batch that never reached the engine counts as proven to be over; not one for a process
+at the address of an earlier one, though: no write from here can ever reach it, and what helps is what is done about
+writes in doubt: this process is started again.
 """
 
 from __future__ import annotations
@@ -55,15 +57,18 @@ class Sender:
         self._engine = engine
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
-        self._reached: dict[str, str] = {}  # address -> incarnation
+        self._reached: dict[str, str] = {}  # address -> incarnation; what the engine learnt of it, it keeps for good
         self._doubtful: set[str] = set()  # addresses at which the last write failed
 
     def send(self, address: str, incarnation: str, batch: Batch, lane: Lane) -> Failure | None:
         """None once the whole batch is applied at the target. Does not raise."""
         try:
-            self._reach(address, incarnation)
+            self._reach(address)
         except PeerLost as error:
             return Failure(error, proven=True)
+        if self._reached.setdefault(address, incarnation) != incarnation:
+            why = f"{address} is another process now; the transfer engine still knows the old one"
+            return Failure(PeerLost(why), proven=False)
         try:
             if lane is Lane.URGENT:
                 reason, proven = self._send_urgent(address, batch), False
@@ -109,21 +114,12 @@ class Sender:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         return status
 
-    def _reach(self, address: str, incarnation: str) -> None:
+    def _reach(self, address: str) -> None:
         """Before the first write to a peer, and after a failed one: is it there? If not, nothing needs to be sent to
-        find out, and the engine's second of patience is spared.
-
-        Raises PeerLost, also if another process was reached at this address before: the engine keeps what it learnt
-        of a peer for good, and would write to the new one by what it knows of the old one.
-        """
-        known = self._reached.get(address)
-        if known is None or address in self._doubtful:
+        find out, and the engine's second of patience is spared. Raises PeerLost."""
+        if address not in self._reached or address in self._doubtful:
             self.connect(address)
             self._doubtful.discard(address)
-        if known is None:
-            self._reached[address] = incarnation
-        elif known != incarnation:
-            raise PeerLost(f"{address} is another process now; the transfer engine still knows the old one")
 
     def _explain(self, address: str, batch: Batch, reason: str) -> StagemeshError:
         self._doubtful.add(address)
