@@ -22,6 +22,7 @@ from enum import Enum
 from typing import Protocol
 
 from stagemesh.services.router.directory import MeshView
+from stagemesh.services.router.last_stages import StageLost
 from stagemesh.services.router.opening import Spawn, Tickets
 from stagemesh.services.router.placement import Placement
 from stagemesh.services.router.session import HeadSession
@@ -117,14 +118,16 @@ class Attempt:
             failure = error
         finally:
             self._starting = None
-        if isinstance(failure, Retryable) and not isinstance(failure, Unreachable) and self._pair:
-            self._owner.on_lost(self, self._pair, str(failure))
+        lost_with = (failure.instance,) if isinstance(failure, StageLost) else self._pair
+        if isinstance(failure, Retryable) and not isinstance(failure, Unreachable) and lost_with:
+            self._owner.on_lost(self, lost_with, str(failure))
         elif failure is not None:
             self._owner.on_failure(self, failure)
 
     async def _send_off(self, mesh: MeshView, tickets: Tickets) -> None:
         """This view of the directory may lag behind the broker's: a pair that is not there any more when the ticket is
-        opened costs no attempt, but a moment in which the news may come."""
+        opened costs no attempt, but a moment in which the news may come. A last stage that does not answer costs one:
+        it is known which instance to avoid."""
         deadline_s = time.monotonic() + (SEND_OFF_S if self.wanted.lost_on else PLACEMENT_WAIT_S)
         if self.wanted.lost_on and self._was_lost_on(await self._place(mesh)):
             await asyncio.sleep(pause_s(self.wanted.losses))
@@ -133,7 +136,7 @@ class Attempt:
             mesh.changed.clear()
             try:
                 return await self._send_to(placement, mesh, tickets)
-            except Unreachable:
+            except (Unreachable, StageLost):
                 raise
             except Retryable:
                 if self._decode is not None or self._prefill is not None or time.monotonic() >= deadline_s:

@@ -74,7 +74,8 @@ class MeshView:
         )
 
     async def prepare(self, instances: Iterable[InstanceInfo], structure: Structure) -> None:
-        """Before a request with `structure` goes there. Raises Rejected if it is none; Exhausted; Retryable."""
+        """Before a request with `structure` goes there. Raises Rejected if it is none; Exhausted; Retryable;
+        StageLost, which says with whom."""
         await self._last_stages.keep(self._instances.values())
         await self._last_stages.prepare(instances, structure)
 

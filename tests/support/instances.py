@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,3 +49,9 @@ def instance_of(
         load=load or InstanceLoad(),
         accepting=accepting,
     )
+
+
+def with_last_stage(info: InstanceInfo, address: str) -> InstanceInfo:
+    """The same, but for the address of its last stage."""
+    *others, last = info.stages
+    return dataclasses.replace(info, stages=(*others, dataclasses.replace(last, address=address)))

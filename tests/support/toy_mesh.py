@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import logging
 import zlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from stagemesh.shared.runtime.tasks import Tasks
 from stagemesh.shared.stage.head import INSTANCE
 from stagemesh.shared.stage.sessions import Sessions
 from tests.support.doubles import Partial
-from tests.support.instances import instance_of
+from tests.support.instances import instance_of, with_last_stage
 
 VOCAB = 320
 Disturb = Callable[[str, int], SequenceEnd | None]
@@ -73,6 +73,11 @@ class ToyHead(Partial):
 
     async def Session(self, messages: Any, context: Any) -> None:  # noqa: N802
         await self.sessions.serve(messages, context)
+
+    async def PrepareStructure(  # noqa: N802
+        self, request: instance_pb2.PrepareStructureRequest, context: Any
+    ) -> instance_pb2.PrepareStructureReply:
+        return instance_pb2.PrepareStructureReply()
 
     def on_submit(self, submit: instance_pb2.SessionUp.Submit) -> None:
         self.submits.append(submit)
@@ -163,12 +168,18 @@ class ToyDecode(ToyHead):
 
 
 class ToyMesh(Partial):
-    """A broker, too: tickets are open until somebody uses or fails them."""
+    """A broker, too: tickets are open until somebody uses or fails them. Last stages are at their heads' addresses, but
+    those of the instances named in `dead_stages`, where nobody answers."""
 
     def __init__(
-        self, disturb: Disturb = lambda request_id, num_tokens: None, *, prefill_pages: int = 1 << 16, pairs: int = 1
+        self,
+        disturb: Disturb = lambda request_id, num_tokens: None,
+        *,
+        prefill_pages: int = 1 << 16,
+        pairs: int = 1,
+        dead_stages: Collection[str] = (),
     ) -> None:
-        self.prefill_pages = prefill_pages
+        self.prefill_pages, self.dead_stages = prefill_pages, dead_stages
         self.prefills = [ToyPrefill(self) for _ in range(pairs)]
         self.decodes = [ToyDecode(self, disturb) for _ in range(pairs)]
         self.prefill, self.decode = self.prefills[0], self.decodes[0]
@@ -249,8 +260,11 @@ async def toy_router(
     """A router that knows the toy's instances; `model` is for its tokenizer, of VOCAB tokens."""
     source, log, tasks = open_model(str(model)), Log(logging.getLogger(__name__)), Tasks()
     mesh.infos = [
-        dataclasses.replace(
-            instance_of(name, role, num_pages=num_pages, max_context=1 << 16), address=f"unix:{folder}/{name}"
+        with_last_stage(
+            dataclasses.replace(
+                instance_of(name, role, num_pages=num_pages, max_context=1 << 16), address=f"unix:{folder}/{name}"
+            ),
+            f"unix:{folder}/{'nobody' if name in mesh.dead_stages else name}",
         )
         for role, num_pages in ((Role.PREFILL, mesh.prefill_pages), (Role.DECODE, 1 << 16))
         for name in mesh.heads

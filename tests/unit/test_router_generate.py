@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,18 @@ def run(
     disturb: Disturb | None = None,
     prefill_pages: int = 1 << 16,
     pairs: int = 1,
+    dead_stages: Collection[str] = (),
     **section: Any,
 ) -> None:
     """`work` on a router; nothing of it may be left at the end."""
 
     async def go() -> None:
-        mesh = ToyMesh(disturb or (lambda request_id, num_tokens: None), prefill_pages=prefill_pages, pairs=pairs)
+        mesh = ToyMesh(
+            disturb or (lambda request_id, num_tokens: None),
+            prefill_pages=prefill_pages,
+            pairs=pairs,
+            dead_stages=dead_stages,
+        )
         async with asyncio.timeout(LIMIT_S), toy_router(folder, model, mesh, RouterSection(**section)) as router:
             await work(router, mesh)
             assert router.num_live == router.num_waiting == 0

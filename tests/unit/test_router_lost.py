@@ -165,3 +165,32 @@ def test_a_view_that_lags_behind_the_brokers_costs_no_attempt(folder: Path, mode
         assert value(router, metrics.MORE_ATTEMPTS) == 0
 
     run(folder, model, work, max_attempts=3)
+
+
+def test_a_structured_request_goes_to_another_instance_if_a_last_stage_does_not_answer(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and only that leg of the pair is another one."""
+    monkeypatch.setattr(attempt, "pause_s", lambda losses: pytest.fail("there is another decode instance"))
+
+    async def work(router: GeneratorService, mesh: ToyMesh) -> None:
+        for count in range(1, 4):
+            async with asyncio.timeout(attempt.PLACEMENT_WAIT_S / 2):
+                answer = await ask(router, request_of(PROMPT, 30, regex="a*"))
+            assert answer.token_ids == undisturbed(PROMPT, 30)
+            assert value(router, metrics.MORE_ATTEMPTS) == count
+            assert [len(mesh.heads[name].submits) for name in ("decode-0", "decode-1")] == [0, count]
+            if count == 1:
+                assert len(mesh.prefill.submits) == 1
+
+    run(folder, model, work, pairs=2, dead_stages=["decode-0"])
+
+
+def test_without_another_last_stage_it_ends_with_the_reason(folder: Path, model: Path) -> None:
+    async def work(router: GeneratorService, mesh: ToyMesh) -> None:
+        why = "the last stage of decode-0 is lost: nothing answers at .*; that was the last of 3 attempts"
+        with pytest.raises(Retryable, match=why):
+            await ask(router, request_of(PROMPT, 30, regex="a*"))
+        assert not mesh.tickets
+
+    run(folder, model, work, dead_stages=["decode-0"], max_attempts=3)
