@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 from stagemesh.services.router.directory import MeshView
@@ -102,6 +103,7 @@ class Attempt:
         self._pair: tuple[InstanceRef, ...] = ()
         self._prefill: HeadSession | None = None
         self._decode: HeadSession | None = None
+        self._fail_ticket: Callable[[str], None] | None = None  # while the broker may have it open
         self._has_first_token = self._released = False
         self._starting: asyncio.Task[None] | None = None
 
@@ -162,11 +164,12 @@ class Attempt:
         decode = placement.decode.ref
         ticket_id = await tickets.open(self.ref, prefill, decode, len(wanted.token_ids), wanted.sampling.max_tokens)
         self.ticket_s = time.monotonic() - self.made_s
+        self._fail_ticket = partial(tickets.fail, ticket_id)
         try:
             self._decode = self._submit(mesh, decode, ticket_id, prefill, token_ids=[])
             self._prefill = self._submit(mesh, prefill, ticket_id, decode, token_ids=wanted.token_ids)
         except StagemeshError:
-            tickets.fail(ticket_id, "it could not be sent off")
+            self._fail_ticket("it could not be sent off")
             raise
 
     async def _place(self, mesh: MeshView) -> Placement:
@@ -213,15 +216,22 @@ class Attempt:
             self._has_first_token = True
             if output.end is None and self._decode is not None:
                 self._decode.first_token(self.ref, output.token_ids[0])
+        elif output.token_ids:
+            self._fail_ticket = None  # it is decode's, which has all KV
         if output.end is SequenceEnd.LOST:  # either of the two, for all that its head can tell
             self._owner.on_lost(self, self._pair, output.error)
         else:
             self._owner.on_output(self, output)
 
     def on_lost(self, instance: InstanceRef, reason: str) -> None:
-        """A prefill instance is not missed once it has sent all KV. Whether it has, the decode head will say."""
+        """A prefill instance is not missed once it has sent all KV. Whether it has, the decode head will say.
+
+        Otherwise the ticket is failed here too: of what was written to a link that was dead already no head knows. One
+        that has been committed the broker leaves alone."""
         is_decodes = self._has_first_token and self._decode is not None and self._decode.ref != instance
         if not (self._released or is_decodes):
+            if self._fail_ticket is not None:
+                self._fail_ticket(reason)
             self._owner.on_lost(self, (instance,), reason)
 
     @property

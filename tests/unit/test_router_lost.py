@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stagemesh.services.router import attempt
 from stagemesh.services.router.generator import GeneratorService
+from stagemesh.services.router.session import HeadSession
+from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.engine.schedule.output import SequenceEnd
 from stagemesh.shared.errors import Retryable
 from stagemesh.shared.obs import metrics
+from stagemesh.shared.pb import instance_pb2
 from tests.support.toy_mesh import ToyMesh, undisturbed
 from tests.unit.test_router_generate import PROMPT, ask, at, folder, model, request_of, run, value
 
@@ -194,3 +198,64 @@ def test_without_another_last_stage_it_ends_with_the_reason(folder: Path, model:
         assert not mesh.tickets
 
     run(folder, model, work, dead_stages=["decode-0"], max_attempts=3)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_ticket_that_no_head_has_heard_of_is_failed_when_a_session_ends(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    """The link to the heads is cut without a word, which takes a while to be noticed."""
+    submits: asyncio.Queue[instance_pb2.SessionUp] = asyncio.Queue()
+
+    async def write(session: HeadSession, stream: Any) -> None:
+        while True:
+            message = await session._outgoing.get()
+            if message.HasField("submit"):
+                submits.put_nowait(message)
+
+    async def fails(router: GeneratorService) -> None:
+        with pytest.raises(Retryable, match=f"{role}-0 is lost"):
+            await ask(router, request_of(PROMPT, 30))
+
+    async def work(router: GeneratorService, mesh: ToyMesh) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(3):
+                group.create_task(fails(router))
+                await submits.get()
+                await submits.get()
+            mesh.lose(f"{role}-0")
+        async with asyncio.timeout(5.0):
+            await mesh.until(lambda: len(mesh.failed) == 3)
+        assert sorted(mesh.failed) == sorted(mesh.tickets)
+
+    monkeypatch.setattr(HeadSession, "_write", write)
+    run(folder, model, work)
+
+
+def test_a_ticket_is_left_alone_where_decode_goes_on_without_prefill(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode has not said anything yet."""
+    begun: asyncio.Queue[tuple[RequestRef, int]] = asyncio.Queue()
+    lost: asyncio.Queue[InstanceRef] = asyncio.Queue()
+    on_lost = attempt.Attempt.on_lost
+
+    def tell(of: attempt.Attempt, instance: InstanceRef, reason: str) -> None:
+        on_lost(of, instance, reason)
+        lost.put_nowait(instance)
+
+    async def work(router: GeneratorService, mesh: ToyMesh) -> None:
+        begin = mesh.decode.on_first_token
+        monkeypatch.setattr(mesh.decode, "on_first_token", lambda *first: begun.put_nowait(first))
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(ask(router, request_of(PROMPT, 30)))
+            first = await begun.get()
+            mesh.lose("prefill-0")
+            assert (await lost.get()).name == "prefill-0"
+            begin(*first)
+        assert task.result().token_ids == undisturbed(PROMPT, 30)
+        assert value(router, metrics.MORE_ATTEMPTS) == 0
+        assert mesh.failed == []
+
+    monkeypatch.setattr(attempt.Attempt, "on_lost", tell)
+    run(folder, model, work)
