@@ -25,7 +25,7 @@ from typing import Protocol
 from stagemesh.services.router.directory import MeshView
 from stagemesh.services.router.last_stages import StageLost
 from stagemesh.services.router.opening import Spawn, Tickets
-from stagemesh.services.router.placement import Placement
+from stagemesh.services.router.placement import Drained, Placement
 from stagemesh.services.router.session import HeadSession
 from stagemesh.shared.core.identity import InstanceRef, RequestRef
 from stagemesh.shared.core.sampling import SamplingParams
@@ -179,6 +179,8 @@ class Attempt:
             mesh.changed.clear()
             try:
                 return mesh.place(wanted.token_ids, wanted.sampling.max_tokens, wanted.lost_on)
+            except Drained:  # until it is taken back, or is gone, and another may come
+                deadline_s = time.monotonic() + PLACEMENT_WAIT_S
             except Retryable:
                 if time.monotonic() >= deadline_s:
                     raise

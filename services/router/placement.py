@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -10,6 +10,11 @@ from typing import Final
 from stagemesh.shared.core.directory import InstanceInfo, Role, mismatch
 from stagemesh.shared.core.identity import InstanceRef
 from stagemesh.shared.errors import Retryable
+
+
+class Drained(Retryable):
+    """Nobody takes the request now. Somebody of the role that lacks is there: an operator may take it back, or it is
+    about to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ NONE_CACHED: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 def place(
-    instances: Iterable[InstanceInfo],
+    instances: Sequence[InstanceInfo],
     *,
     prompt_tokens: int,
     max_tokens: int,
@@ -44,23 +49,29 @@ def place(
     """The best pair that accepts requests, fits together and can ever hold this one: of prefill instances the one that
     has computed the prompt first, of decode instances the least loaded. `sent` and `cached`, tokens of this prompt that
     need not be computed, are by name of the instance. Those to `avoid` are taken where there is no other of their role.
-    Raises Retryable if there is none."""
+    Raises Retryable if there is none; Drained if there is one that takes nothing new."""
     accepting = [info for info in instances if info.accepting]
     prefills = _best([i for i in accepting if i.role is Role.PREFILL and _holds(i, prompt_tokens)], avoid)
     if not prefills:
-        raise Retryable("no prefill instance is there to take the request")
+        raise _nobody(instances, Role.PREFILL)
     if max_tokens == 1:
         return Placement(min(prefills, key=lambda info: _prefill_cost(info, sent, cached)), None)
     budget_tokens = prompt_tokens + max_tokens - 1
     decodes = _best([i for i in accepting if i.role is Role.DECODE and _holds(i, budget_tokens)], avoid)
     if not decodes:
-        raise Retryable("no decode instance is there to take the request")
+        raise _nobody(instances, Role.DECODE)
     pairs = [(p, d) for p in prefills for d in decodes if mismatch(p.manifest, d.manifest) is None]
     if not pairs:
         difference = mismatch(prefills[0].manifest, decodes[0].manifest)
         raise Retryable(f"no prefill and decode instance fit together: {difference}")
     prefill, decode = min(pairs, key=lambda pair: (_prefill_cost(pair[0], sent, cached), _decode_load(pair[1], sent)))
     return Placement(prefill, decode)
+
+
+def _nobody(instances: Sequence[InstanceInfo], role: Role) -> Retryable:
+    if any(info.role is role and not info.accepting for info in instances):
+        return Drained(f"no {role.value} instance takes new requests")
+    return Retryable(f"no {role.value} instance is there to take the request")
 
 
 def max_request_tokens(instances: Iterable[InstanceInfo]) -> int | None:

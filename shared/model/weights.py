@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from stagemesh.shared.core.layers import LayerRange
+from stagemesh.shared.errors import Rejected
 from stagemesh.shared.model.config import Experts, ModelConfig
 
 Progress = Callable[[int, int], None]  # bytes loaded so far, bytes in all
@@ -152,7 +153,8 @@ def load_stage(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> StageWeights:
-    """Reads what the stage needs and nothing else, to `device`. Raises Rejected, from the reader."""
+    """Reads what the stage needs and nothing else, to `device`. Raises Rejected, from the reader, or for values
+    that are no numbers."""
     total = weight_bytes(config, layers, dtype, first=first, last=last)
     loading = _Loading(reader, stage_shapes(config, layers, first=first, last=last), dtype, device, total, progress)
     embedding = loading.one(EMBEDDING) if first else None
@@ -182,6 +184,8 @@ class _Loading:
 
     def one(self, name: str) -> Tensor:
         tensor = self._reader.read(name, self._shapes[name], self._dtype).to(self._device)
+        if not isfinite(float(tensor.sum(dtype=torch.float32))):  # it would answer whatever it is asked, and never fail
+            raise Rejected("model", f"tensor {name!r} has values that are no numbers")
         self._done += tensor.nbytes
         if self._progress is not None:
             self._progress(self._done, self._total)

@@ -93,6 +93,16 @@ def test_a_cut_file_of_weights_is_named_with_a_tensor(model: Path, kept: int) ->
         load(model)
 
 
+@pytest.mark.parametrize("value", [b"\xff\xff\xff\xff", b"\x00\x00\x80\x7f"], ids=["nan", "inf"])
+def test_weights_that_are_no_numbers_are_named(model: Path, value: bytes) -> None:
+    file = model / SHARD.format(1)
+    content = bytearray(file.read_bytes())
+    content[-4:] = value
+    file.write_bytes(content)
+    with pytest.raises(Rejected, match=r"^model: tensor 'model\..*' has values that are no numbers"):
+        load(model)
+
+
 EMPTY_PATTERN = {"type": "Replace", "pattern": {"String": ""}, "content": "xx"}
 NO_MAP = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
 

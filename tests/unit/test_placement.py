@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.services.router.placement import Placement, Sent, max_request_tokens, place
+from stagemesh.services.router.placement import Drained, Placement, Sent, max_request_tokens, place
 from stagemesh.shared.core.directory import InstanceInfo, InstanceLoad, Manifest, Role, mismatch
 from stagemesh.shared.errors import Retryable
 from tests.support.instances import DECODE, MANIFEST, PREFILL, instance_of
@@ -156,6 +156,18 @@ def test_one_token_needs_no_decode_instance() -> None:
 def test_where_there_is_no_pair_the_error_says_what_is_missing(instances: list[InstanceInfo], message: str) -> None:
     with pytest.raises(Retryable, match=message):
         place(instances, prompt_tokens=4, max_tokens=4)
+
+
+def test_a_role_of_which_all_are_drained_is_told_from_one_that_is_not_there() -> None:
+    prefills = [instance_of(name, PREFILL, accepting=False) for name in ("p", "q")]
+    with pytest.raises(Drained, match="no prefill instance takes new requests"):
+        place(prefills, prompt_tokens=4, max_tokens=4)
+    taken_back = instance_of("p", PREFILL)
+    with pytest.raises(Drained, match="no decode instance takes new requests"):
+        place([taken_back, instance_of("d", DECODE, accepting=False)], prompt_tokens=4, max_tokens=4)
+    with pytest.raises(Retryable) as nobody:
+        place([taken_back, prefills[1]], prompt_tokens=4, max_tokens=4)
+    assert not isinstance(nobody.value, Drained)
 
 
 def test_a_request_fits_to_the_last_slot() -> None:
