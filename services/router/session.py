@@ -32,6 +32,7 @@ from stagemesh.shared.rpc.errors import first_of_ours
 
 INSTANCE = instance_pb2.DESCRIPTOR.services_by_name["Instance"]
 PULSE_S = 0.5
+BROKEN = "the connection to it has broken"
 MAX_QUEUED = 20_000  # messages; a head that is so far behind gets no more requests
 
 
@@ -139,7 +140,7 @@ class HeadSession:
         except* StagemeshError as errors:
             reason = str(first_of_ours(errors))
         finally:
-            self._lose_all(reason or self._why_closed)
+            self._lose_all(reason)
 
     async def _talk(self) -> None:
         async with AsyncExitStack() as stack:
@@ -175,9 +176,13 @@ class HeadSession:
                     receiver.on_output(output)
 
     def _lose_all(self, reason: str) -> None:
+        """`reason`: what is wrong with the connection, if anything is."""
         self.up, self.ended = False, True
         receivers, self._receivers = self._receivers, {}
         if receivers:
-            self._log.warning("requests lose their instance", requests=len(receivers), reason=reason)
+            self._log.warning(
+                "requests lose their instance", requests=len(receivers), reason=reason or self._why_closed
+            )
+        told = BROKEN if reason else self._why_closed  # addresses, and the library's words, are no client's business
         for receiver in receivers.values():
-            receiver.on_lost(self.ref, f"{self.ref.name} is lost: {reason}")
+            receiver.on_lost(self.ref, f"{self.ref.name} is lost: {told}")

@@ -62,7 +62,8 @@ def register(app: typer.Typer) -> None:
 
     admin = typer.Typer(help="Look at a mesh and change it, over NATS.", no_args_is_help=True)
     for command in COMMANDS.values():
-        admin.command(command.name, help=command.help)(_made_from(command))
+        numbers = {"ignore_unknown_options": True}  # -1 is no option
+        admin.command(command.name, help=command.help, context_settings=numbers)(_made_from(command))
     admin.command("watch", help="Print events as they are said, until Ctrl-C.")(watch)
     app.add_typer(admin, name="admin")
 

@@ -22,7 +22,10 @@ PrefillArgument = Annotated[str, typer.Argument(help="Its name, such as prefill-
 
 def register(app: typer.Typer) -> None:
     """Adds the commands to `app`."""
-    app.command("set", help="Change a setting of an instance until it is started again.")(set_)
+    numbers = {"ignore_unknown_options": True}  # -1 is no option
+    app.command("set", help="Change a setting of an instance until it is started again.", context_settings=numbers)(
+        set_
+    )
     app.command("flush-cache", help="Evict the cached prompt pages that nobody uses from a prefill instance.")(flush)
     app.command("drain", help="Send an instance no new requests, and wait until what it has is through.")(drain)
     app.command("resume", help="Send a drained instance new requests again.")(resume)

@@ -163,7 +163,11 @@ class Sessions:
         self._open_ones.discard(session)
         self._written.set()
         if session.requests:
-            self._log.warning("a router is gone", router=session.router, aborted_requests=len(session.requests))
+            self._log.warning(
+                "a router has left its requests, or is gone",
+                router=session.router,
+                aborted_requests=len(session.requests),
+            )
         for request in list(session.requests):
             self.forget(request)
             self._requests.on_abort(request)

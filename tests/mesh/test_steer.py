@@ -58,6 +58,7 @@ def test_conservativeness_is_set_and_said(mesh: RunningMesh) -> None:
     ("arguments", "message"),
     [
         (("set", "decode-0", "schedule_conservativeness", "11"), "schedule_conservativeness: must be in 0..10"),
+        (("set", "decode-0", "max_running", "-3"), "max_running: must be a whole number in 1..64"),
         (("set", "decode-0", "chunk_size", "1"), "setting: must be one of schedule_conservativeness"),
         (("set", "decode-1", "chunk_size", "1"), "no instance is named 'decode-1'; there are decode-0, prefill-0"),
         (("flush-cache", "decode-0"), "instance: decode instances cache no prompts"),

@@ -141,6 +141,27 @@ def test_a_router_that_has_nothing_to_say_pulses(tmp_path: Path, monkeypatch: py
     asyncio.run(run())
 
 
+def test_what_a_broken_connection_says_is_for_the_log_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        server = Server({INSTANCE: Listening()})
+        address = await server.start(f"unix:{tmp_path}/s")
+        info = dataclasses.replace(instance_of("p", PREFILL), address=address)
+        up, lost = asyncio.Event(), asyncio.Queue[str]()
+        receiver = cast("Any", SimpleNamespace(on_output=None, on_lost=lambda ref, reason: lost.put_nowait(reason)))
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+            log = Log(logging.getLogger(__name__))
+            session = HeadSession(info, "router", group.create_task, log, up.set)
+            await up.wait()
+            params = SamplingParams(max_tokens=9)
+            session.submit(receiver, RequestRef("r", 1), params, prompt_tokens=1, token_ids=[1], ticket_id="t")
+            await server.stop()
+            assert await lost.get() == "p is lost: the connection to it has broken"
+        (said,) = [record for record in caplog.records if record.getMessage() == "requests lose their instance"]
+        assert address in vars(said)["fields"]["reason"]
+
+    asyncio.run(run())
+
+
 class SlowBroker:
     """Answers when told to."""
 
