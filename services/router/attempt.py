@@ -169,7 +169,7 @@ class Attempt:
             self._decode = self._submit(mesh, decode, ticket_id, prefill, token_ids=[])
             self._prefill = self._submit(mesh, prefill, ticket_id, decode, token_ids=wanted.token_ids)
         except StagemeshError:
-            self._fail_ticket("it could not be sent off")
+            self._give_up_ticket("it could not be sent off")
             raise
 
     async def _place(self, mesh: MeshView) -> Placement:
@@ -232,9 +232,13 @@ class Attempt:
         that has been committed the broker leaves alone."""
         is_decodes = self._has_first_token and self._decode is not None and self._decode.ref != instance
         if not (self._released or is_decodes):
-            if self._fail_ticket is not None:
-                self._fail_ticket(reason)
+            self._give_up_ticket(reason)
             self._owner.on_lost(self, (instance,), reason)
+
+    def _give_up_ticket(self, reason: str) -> None:
+        if self._fail_ticket is not None:
+            self._fail_ticket(reason)
+            self._fail_ticket = None
 
     @property
     def phase(self) -> Phase:
@@ -248,7 +252,10 @@ class Attempt:
         return tuple(session.ref.name for session in (self._prefill, self._decode) if session is not None)
 
     def release(self) -> None:
-        """However it has ended: neither head works on it any more."""
+        """However it has ended: neither head works on it any more. What ends before its first token may be known to no
+        head, as above."""
+        if not (self._released or self._has_first_token):
+            self._give_up_ticket("aborted")
         self._released = True
         if self._starting is not None:
             self._starting.cancel()

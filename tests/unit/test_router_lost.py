@@ -232,6 +232,32 @@ def test_a_ticket_that_no_head_has_heard_of_is_failed_when_a_session_ends(
     run(folder, model, work)
 
 
+def test_a_ticket_that_no_head_has_heard_of_is_failed_when_its_client_goes_away(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the link that was cut without a word is noticed."""
+    submits: asyncio.Queue[instance_pb2.SessionUp] = asyncio.Queue()
+
+    async def write(session: HeadSession, stream: Any) -> None:
+        while True:
+            message = await session._outgoing.get()
+            if message.HasField("submit"):
+                submits.put_nowait(message)
+
+    async def work(router: GeneratorService, mesh: ToyMesh) -> None:
+        asking = asyncio.create_task(ask(router, request_of(PROMPT, 30)))
+        await submits.get()
+        await submits.get()
+        asking.cancel()
+        async with asyncio.timeout(5.0):
+            await mesh.until(lambda: bool(mesh.failed))
+        assert list(mesh.failed) == list(mesh.tickets)
+        await asyncio.wait([asking])
+
+    monkeypatch.setattr(HeadSession, "_write", write)
+    run(folder, model, work)
+
+
 def test_a_ticket_is_left_alone_where_decode_goes_on_without_prefill(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
