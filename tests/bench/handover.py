@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # the load's processes are started while a channel is open
 
 import numpy as np
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import tempfile
 import time
@@ -23,8 +22,6 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Final
-
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # the load's processes are started while a channel is open
 
 from stagemesh.shared.bench.drive import measure
 from stagemesh.shared.bench.frames import Load, Progress

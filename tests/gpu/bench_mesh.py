@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import shutil
 import tempfile
 import time
@@ -19,8 +18,6 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
-
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # the load's processes are started while a channel is open
 
 from stagemesh.shared.bench.drive import measure
 from stagemesh.shared.bench.frames import Load

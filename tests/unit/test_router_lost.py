@@ -200,11 +200,8 @@ def test_without_another_last_stage_it_ends_with_the_reason(folder: Path, model:
     run(folder, model, work, dead_stages=["decode-0"], max_attempts=3)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_ticket_that_no_head_has_heard_of_is_failed_when_a_session_ends(
-    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, role: str
-) -> None:
-    """The link to the heads is cut without a word, which takes a while to be noticed."""
+def cut_links(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[instance_pb2.SessionUp]:
+    """Between the router and all heads. What submits are written there from now on."""
     submits: asyncio.Queue[instance_pb2.SessionUp] = asyncio.Queue()
 
     async def write(session: HeadSession, stream: Any) -> None:
@@ -212,6 +209,17 @@ def test_a_ticket_that_no_head_has_heard_of_is_failed_when_a_session_ends(
             message = await session._outgoing.get()
             if message.HasField("submit"):
                 submits.put_nowait(message)
+
+    monkeypatch.setattr(HeadSession, "_write", write)
+    return submits
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_ticket_that_no_head_has_heard_of_is_failed_when_a_session_ends(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    """The link to the heads is cut without a word, which takes a while to be noticed."""
+    submits = cut_links(monkeypatch)
 
     async def fails(router: GeneratorService) -> None:
         with pytest.raises(Retryable, match=f"{role}-0 is lost"):
@@ -228,7 +236,6 @@ def test_a_ticket_that_no_head_has_heard_of_is_failed_when_a_session_ends(
             await mesh.until(lambda: len(mesh.failed) == 3)
         assert sorted(mesh.failed) == sorted(mesh.tickets)
 
-    monkeypatch.setattr(HeadSession, "_write", write)
     run(folder, model, work)
 
 
@@ -236,13 +243,7 @@ def test_a_ticket_that_no_head_has_heard_of_is_failed_when_its_client_goes_away(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the link that was cut without a word is noticed."""
-    submits: asyncio.Queue[instance_pb2.SessionUp] = asyncio.Queue()
-
-    async def write(session: HeadSession, stream: Any) -> None:
-        while True:
-            message = await session._outgoing.get()
-            if message.HasField("submit"):
-                submits.put_nowait(message)
+    submits = cut_links(monkeypatch)
 
     async def work(router: GeneratorService, mesh: ToyMesh) -> None:
         asking = asyncio.create_task(ask(router, request_of(PROMPT, 30)))
@@ -254,7 +255,6 @@ def test_a_ticket_that_no_head_has_heard_of_is_failed_when_its_client_goes_away(
         assert list(mesh.failed) == list(mesh.tickets)
         await asyncio.wait([asking])
 
-    monkeypatch.setattr(HeadSession, "_write", write)
     run(folder, model, work)
 
 

@@ -207,17 +207,22 @@ def test_the_time_that_a_head_is_given_counts_from_when_it_is_asked() -> None:
     asyncio.run(run())
 
 
+async def asked_twice() -> tuple[Caller, asyncio.Task[tuple[int, ...]], asyncio.Task[tuple[int, ...]]]:
+    """A prefill instance whose connection has broken asks for the same pages again."""
+    caller, calls = Caller(), []
+    await caller.start()
+    for _ in range(2):
+        caller.heads.asked.clear()
+        calls.append(asyncio.create_task(caller.reserve()))
+        await caller.heads.asked.wait()
+    return caller, calls[0], calls[1]
+
+
 def test_a_second_reservation_keeps_the_guard_and_the_first_one_is_told_nothing() -> None:
-    """A prefill instance whose connection has broken asks again; the decode head ends the first question."""
+    """The decode head ends the first question."""
 
     async def main() -> None:
-        caller = Caller()
-        await caller.start()
-        first = asyncio.create_task(caller.reserve())
-        await caller.heads.asked.wait()
-        caller.heads.asked.clear()
-        second = asyncio.create_task(caller.reserve())
-        await caller.heads.asked.wait()
+        caller, first, second = await asked_twice()
         caller.heads.answers[0].set_exception(Cancelled("asked for again"))
         with pytest.raises(Cancelled, match="asked for again"):
             await first
@@ -231,13 +236,7 @@ def test_a_second_reservation_keeps_the_guard_and_the_first_one_is_told_nothing(
 
 def test_an_answer_that_a_later_question_has_overtaken_is_not_told() -> None:
     async def main() -> None:
-        caller = Caller()
-        await caller.start()
-        first = asyncio.create_task(caller.reserve())
-        await caller.heads.asked.wait()
-        caller.heads.asked.clear()
-        second = asyncio.create_task(caller.reserve())
-        await caller.heads.asked.wait()
+        caller, first, second = await asked_twice()
         caller.heads.answers[1].set_result((3, 4))
         assert await second == (3, 4)
         assert await caller.unreserve()
